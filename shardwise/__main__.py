@@ -20,11 +20,11 @@ def main() -> int:
 
 
 def run() -> NoReturn:
-    """`main` as a process of its own.
+    """Runs `main` as the whole of this process.
 
-    Threads in which code of users hangs may be left. One that wakes up while the interpreter is taken down is unwound
-    through whatever library it is in, which may abort the process. So that does not happen: what was registered for the
-    end of the process is done, and then it ends.
+    Threads in which users' code hangs may be left. One that wakes up while the interpreter shuts down is unwound
+    through whatever library it is in, which may abort the process. To prevent that, the process does what was
+    registered for its end, and then ends at once.
     """
     ended: list[int] = []
     atexit.register(_leave, ended)  # before anything else is, so that it comes last
@@ -33,7 +33,7 @@ def run() -> NoReturn:
 
 
 def _leave(ended: list[int]) -> None:
-    if not ended:  # an error on its way out, which the interpreter tells
+    if not ended:  # an error is on its way out, which the interpreter reports
         return
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads it any more

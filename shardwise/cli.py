@@ -75,7 +75,7 @@ def _run_recipe(options: argparse.Namespace, arguments: list[str]) -> int:
             require_no_writer(Path(config.trainer.output_dir))
         with interruptible_imports():
             from shardwise.recipes.preflight import check_inputs, check_layouts
-        if options.nproc > 1:  # 1 is also what a config for other machines is looked at with
+        if options.nproc > 1:  # a config for other machines is checked with 1, too
             check_layouts(config, options.nproc)
         check_inputs(config)
     if options.dry_run:
@@ -109,7 +109,7 @@ def _launch_training(config: TrainingConfig, options: argparse.Namespace, argume
     from shardwise.recipes.stopping import without_saving
 
     trainer, command = config.trainer, _rank_command(arguments)
-    again = [*command, "trainer.faults=[]"]  # what is planned happens once
+    again = [*command, "trainer.faults=[]"]  # a planned fault happens once
     return launch(
         command,
         nproc=options.nproc,
@@ -117,7 +117,7 @@ def _launch_training(config: TrainingConfig, options: argparse.Namespace, argume
         faults=Path(trainer.output_dir) / REPORTS,
         stall=StallLimit.of("trainer.stall_timeout_seconds", trainer.stall_timeout_seconds),
         without_saving=lambda: without_saving(trainer),
-        started=PROCESS_STARTED,  # a time limit counts what is done before the ranks are
+        started=PROCESS_STARTED,  # a time limit includes what is done before the ranks start
         restarts=Restarts(
             options.max_restarts,
             command=again,
@@ -231,7 +231,8 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _schema(recipe: str | None, *, as_markdown: bool) -> str:
-    """Of one recipe, or of all of them: JSON by name, Markdown in which a key stands once."""
+    """Returns the schema of one recipe or, by name, of all of them, as JSON; or Markdown, in which each key stands
+    once."""
     chosen = RECIPES if recipe is None else {recipe: RECIPES[recipe]}
     if as_markdown:
         return page(RECIPES) if recipe is None else markdown(RECIPES[recipe], title=recipe)
@@ -246,7 +247,7 @@ def _print(text: str) -> None:
 
 @contextmanager
 def _standard_output() -> Iterator[None]:
-    """Around writes to standard output: a broken pipe ends them silently, a full disk is a ConfigError."""
+    """Guards writes to standard output: a broken pipe ends them silently, a full disk is a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -258,5 +259,5 @@ def _standard_output() -> Iterator[None]:
 
 
 def _is_rank() -> bool:
-    """Started by `launch` or torchrun."""
+    """Whether `launch` or torchrun has started this process."""
     return "RANK" in os.environ

@@ -14,7 +14,7 @@ from shardwise.config.base import EXAMPLE_OVERRIDE
 from shardwise.config.engine import DtypeName
 
 _path = os.path.expanduser
-"""`~` begins with the home folder, which a shell leaves to us behind `--model=`."""
+"""Turns `~` at the start into the home folder: shells do not expand it after `--model=`."""
 _MODEL = "a run's output folder (its newest checkpoint), a model folder or a hub name"
 _HELP = {
     "sft": "supervised fine-tuning",
@@ -27,7 +27,7 @@ _HELP = {
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Overrides may stand before and after options, which argparse alone does not allow."""
+    """Parses the arguments. Overrides may stand before and after options, which argparse alone does not allow."""
     parser = argparse.ArgumentParser(
         prog="shardwise", description="LLM post-training on PyTorch FSDP2, from a laptop CPU to a GPU cluster."
     )
@@ -144,7 +144,7 @@ def _add_schema(command: argparse.ArgumentParser) -> None:
 
 
 def _add_target(command: argparse.ArgumentParser, *, dtype_of: str) -> None:
-    """Where a model is written, and how."""
+    """Adds the options that say where a model is written, and how."""
     command.add_argument("target", type=_path, help="a new or empty folder")
     command.add_argument("--dtype", choices=get_args(DtypeName), help=f"default: the one that {dtype_of} names")
     command.add_argument(
@@ -190,7 +190,7 @@ def _seconds(text: str) -> float:
 def _text(text: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError:  # how Python hands on other bytes
+    except UnicodeEncodeError:  # Python passes other bytes on as half surrogate pairs
         encoding = sys.getfilesystemencoding()
         how = "" if encoding == "utf-8" else ", as which Python reads arguments here; set PYTHONUTF8=1"
         raise argparse.ArgumentTypeError(f"{os.fsencode(text)!r} is not {encoding.upper()}{how}") from None
@@ -215,4 +215,4 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "replay": (_add_replay, "run an optimizer step again that was skipped, and name what went bad"),
     "schema": (_add_schema, "the JSON schema of the config, for editors"),
 }
-"""Beside the recipes: what adds their options, and their help."""
+"""Name of a command that is no recipe -> the function that adds its options, and its help."""

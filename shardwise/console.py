@@ -4,16 +4,16 @@ import sys
 
 
 def tell(text: str) -> None:
-    """One line, at once."""
+    """Prints one line, at once."""
     print(text, file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
-    """A line about something that is not as it should be and does not stop the run."""
+    """Prints a line about something that is wrong but does not stop the run."""
     tell(f"warning: {text}")
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and what it is of: "1 rank", "2 ranks", "3 micro-batches"."""
+    """Returns a number with its noun: "1 rank", "2 ranks", "3 micro-batches"."""
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural}"

@@ -1,4 +1,4 @@
-"""Faults on purpose: a rehearsal, on one's own machines, of what a job survives.
+"""Injects faults on purpose: a rehearsal, on one's own machines, of what a job survives.
 
     SHARDWISE_FAULTS="rank=1 step=7 phase=backward action=kill; phase=write nth=40 action=enospc"
 
@@ -37,14 +37,15 @@ Phase = Literal[
     "prune",
 ]
 """rollout: before sampling. reward: when completions have been judged. logprob: when a rank has scored its share.
-forward, backward: before that of a micro-batch. allreduce: before the norm of the gradients. optim: before the update.
-sync: before weights go to the rollout engine. serve, load: when the engine's own process, where it has one, was sent
-requests, or weights. stage: before a tensor is copied for a save. write: before a piece of a checkpoint is written.
-commit: the first before a checkpoint gets its name, the second after it. prune: in the middle of removing one."""
+forward, backward: before that pass of a micro-batch. allreduce: before the norm of the gradients. optim: before the
+update. sync: before weights go to the rollout engine. serve, load: when the engine's own process, where it has one, was
+sent requests, or weights. stage: before a tensor is copied for a save. write: before a piece of a checkpoint is
+written. commit: the first before a checkpoint gets its name, the second after it. prune: in the middle of removing a
+checkpoint."""
 Action = Literal["kill", "stop", "terminate", "hang", "slow", "raise", "enospc", "eio", "nan"]
-"""kill, stop, terminate: SIGKILL, SIGSTOP, SIGTERM to this process; in serve and load, to the engine's. hang: sleep for
-ever. slow: a delay, from then on each time. raise: a RuntimeError. enospc, eio: the file system's errors. nan: NaN in
-place of a number that the phase holds."""
+"""kill, stop, terminate: SIGKILL, SIGSTOP, SIGTERM to this process; in serve and load, to the engine's. hang: sleep
+forever. slow: a delay, from then on each time. raise: a RuntimeError. enospc, eio: the file system's errors. nan: NaN
+in place of a number that the phase holds."""
 NUMBERS: dict[str, str] = {
     "reward": "a reward",
     "logprob": "a logprob (value, score)",
@@ -52,7 +53,7 @@ NUMBERS: dict[str, str] = {
     "backward": "the loss",
     "allreduce": "a gradient",
 }
-"""What the action nan replaces, by phase; the others hold no numbers."""
+"""Phase -> what the action nan replaces in it; the other phases hold no numbers."""
 SLOW_SECONDS = 0.2
 """How long the action slow takes each time."""
 _FOR_EVER_SECONDS = 10**9
@@ -67,16 +68,17 @@ class Fault:
 
     phase: str
     nth: int = 1
-    """Of the times in the step; without one, of those since the process started. slow goes on from there."""
+    """The entry into the phase at which it happens, counted within `step` or, if that is None, since the process
+    started. slow goes on from there."""
     action: str = "kill"
     rank: int | None = None
-    """None: every rank."""
+    """The rank that it happens to; None: every rank."""
     step: int | None = None
-    """Of the run; None: any."""
+    """The step of the run; None: any step."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError: it is no fault; says what is allowed."""
+        """Reads a fault as SHARDWISE_FAULTS has it. Raises ValueError: the text is no fault; says what is allowed."""
         words = dict(word.partition("=")[::2] for word in text.split())
         allowed = {"phase": get_args(Phase), "action": get_args(Action)}
         numbers = {"rank": 0, "step": 1, "nth": 1}
@@ -98,15 +100,15 @@ class Fault:
         return cls(phase=words["phase"], action=words.get("action", "kill"), **given)
 
     def is_due(self, *, step: int | None, in_step: int, in_all: int) -> bool:
-        """Whether it happens now, in the `in_step`-th time in this step and the `in_all`-th since the start."""
+        """Whether it happens now, at the `in_step`-th entry in this step and the `in_all`-th since the start."""
         if self.step not in (None, step):
             return False
         times = in_all if self.step is None else in_step
         return times >= self.nth if self.action == "slow" else times == self.nth
 
     def happen(self, numbers: Any, pid: int) -> None:
-        """To this process it returns only from `stop`, when somebody continues it, and from `terminate`, `slow` and
-        `nan`. `pid`: the process that is sent signals."""
+        """Carries out the fault; signals go to the process `pid`. If that is this process, it returns only from `stop`,
+        when somebody continues the process, and from `terminate`, `slow` and `nan`."""
         match self.action:
             case "kill":
                 os.kill(pid, signal.SIGKILL)
@@ -142,7 +144,7 @@ class FaultPlan:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Raises ValueError as `Fault.parse`."""
+        """Reads the plan from the environment variable. Raises ValueError as `Fault.parse`."""
         texts = [text.strip() for text in os.environ.get(VARIABLE, "").split(";")]
         try:
             named = [Fault.parse(text) for text in texts if text]
@@ -151,12 +153,12 @@ class FaultPlan:
         return cls(named, rank=int(os.environ.get("RANK", "0")))
 
     def add(self, faults: Iterable[Fault]) -> None:
-        """Those of other ranks are left out."""
+        """Adds faults; those of other ranks are left out."""
         self._faults += [fault for fault in faults if fault.rank in (None, self._rank)]
 
     @property
     def step(self) -> int | None:
-        """Of the run, that this process works in; None before the first."""
+        """The step of the run that this process works on; None before the first."""
         return self._step
 
     @step.setter
@@ -166,7 +168,7 @@ class FaultPlan:
             self._entered_in_step.clear()
 
     def enter(self, phase: Phase, numbers: Any = None, *, pid: int | None = None) -> None:
-        """Counts, and does what is planned."""
+        """Counts an entry into a phase, and carries out what is planned for it."""
         if not self._faults:
             return
         with self._counting:  # threads write at the same time
@@ -180,12 +182,13 @@ class FaultPlan:
 
 @functools.cache
 def plan() -> FaultPlan:
-    """Of this process: what the environment variable names, and what `begin_plan` added. Raises ValueError."""
+    """Returns the plan of this process: what the environment variable names, and what `begin_plan` added. Raises
+    ValueError."""
     return FaultPlan.from_environment()
 
 
 def begin_plan(faults: Sequence[str]) -> None:
-    """Plans these faults beside those of the environment variable. Nothing counts that happened before.
+    """Plans these faults beside those of the environment variable. Entries before this call do not count.
 
     Raises:
         ValueError: as `Fault.parse`.
@@ -195,11 +198,11 @@ def begin_plan(faults: Sequence[str]) -> None:
 
 
 def fault_point(phase: Phase, numbers: Any = None, *, pid: int | None = None) -> None:
-    """What is planned for this phase happens here.
+    """Enters a phase: what is planned for it happens here.
 
     Args:
-        numbers: a list, or a [n] tensor in the memory of the original, of which nan replaces the first; of the phases
-            in NUMBERS.
+        numbers: in the phases of NUMBERS, a list, or a [n] tensor that shares the original's memory; nan replaces its
+            first number.
         pid: the process that is sent signals; None: this one.
     """
     plan().enter(phase, numbers, pid=pid)

@@ -1,4 +1,5 @@
-"""config.json and generation_config.json of a model folder, and what to say of those that transformers cannot use."""
+"""Reads config.json and generation_config.json of a model folder, and says what is wrong with those that transformers
+cannot use."""
 
 import json
 from collections.abc import Iterator
@@ -13,17 +14,16 @@ from shardwise.config import ModelError, UserError
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 _MOST_QUOTED = 300
-"""Characters of a message of transformers, some of which list every class it has."""
+"""The most characters to quote of a message of transformers; some messages list every class it has."""
 
 
 def read_model_config(folder: Path, **options: Any) -> PreTrainedConfig:
-    """What config.json says, as transformers' class for it, without the code that it names (`auto_map`), which is never
-    run.
+    """Reads config.json as transformers' class for it. Code that it names (`auto_map`) is dropped and never run.
 
     Args:
-        options: what takes the place of values in the file.
+        options: values that replace those in the file.
     Raises:
-        ModelError: it is missing, damaged or of a model that transformers does not know, or a value in it is wrong.
+        ModelError: the file is missing, damaged or for a model that transformers does not know, or has a wrong value.
     """
     if not (folder / "config.json").is_file():  # else transformers looks for it on the hub
         raise ModelError(f"{folder / 'config.json'} does not exist; a model folder needs one")
@@ -45,7 +45,8 @@ def read_model_config(folder: Path, **options: Any) -> PreTrainedConfig:
 
 
 def _require_known(folder: Path, written: dict[str, Any]) -> None:
-    """Raises ModelError: transformers has no class for it, and would ask for an option that runs code beside it."""
+    """Raises ModelError: transformers has no class for the model, and would ask for an option that runs code from its
+    folder."""
     if (model_type := written.get("model_type")) in CONFIG_MAPPING:
         return
     release = f"transformers {transformers.__version__}"
@@ -59,8 +60,8 @@ def _require_known(folder: Path, written: dict[str, Any]) -> None:
 
 
 def require_generates(folder: Path, config: PreTrainedConfig) -> None:
-    """Raises ModelError: the folder holds a reward model or a critic. With tied embeddings nothing else would tell: all
-    weights of a language model are there."""
+    """Raises ModelError: the folder holds a reward model or a critic. With tied embeddings nothing else would show it:
+    all weights of a language model are there."""
     for name in config.architectures or ():
         if name.endswith(("ForSequenceClassification", "ForTokenClassification")):
             raise ModelError(
@@ -80,7 +81,7 @@ def require_no_critic(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """What generation_config.json says; None where there is none.
+    """Reads generation_config.json; None where there is none.
 
     Raises:
         ModelError: transformers cannot read it, or would refuse to save it.
@@ -99,16 +100,17 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
 
 
 def end_of_sequence_ids(generation: GenerationConfig | None, config: PreTrainedConfig) -> list[int]:
-    """The tokens that end completions: of the generation config, or of the config where that has none."""
+    """Returns the tokens that end completions: those of the generation config or, where it has none, of the config."""
     ids = None if generation is None else generation.eos_token_id
     ids = config.eos_token_id if ids is None else ids
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def media_token_ids(config: PreTrainedConfig) -> list[int]:
-    """The tokens that stand for parts of images, videos and sounds, and mean nothing without; of a model of words none.
+    """Returns the tokens that stand for parts of images, videos and sounds, and mean nothing without them; none for a
+    model that reads only text.
 
-    Those beyond the vocabulary are left out: a config that names none of its own has those of the family's first model.
+    Tokens beyond the vocabulary are left out: a config that names none has those of the family's first model.
     """
     ids = (getattr(config, name, None) for name in ("image_token_id", "video_token_id", "audio_token_id"))
     return [token_id for token_id in ids if token_id is not None and token_id < config.get_text_config().vocab_size]
@@ -116,12 +118,12 @@ def media_token_ids(config: PreTrainedConfig) -> list[int]:
 
 @contextmanager
 def blaming_config(folder: Path, purpose: str) -> Iterator[None]:
-    """Inside it a model is built from config.json and nothing else, so all that goes wrong is due to that file.
+    """Blames config.json for every error in its block, in which a model is built from that file and nothing else.
 
     Args:
-        purpose: what the model is for: CausalLM.
+        purpose: what the model is for, such as CausalLM.
     Raises:
-        ModelError: it went wrong.
+        ModelError: the block raised.
     """
     try:
         yield
@@ -134,7 +136,8 @@ def blaming_config(folder: Path, purpose: str) -> Iterator[None]:
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    """In words. A KeyError is of a value that a table of transformers lacks: which field has it stands in the file."""
+    """Puts an error in words. A KeyError is about a value that a table of transformers lacks: the file tells which
+    field has it."""
     if isinstance(error, KeyError):
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for section in (written, *(value for value in written.values() if isinstance(value, dict))):
@@ -145,6 +148,6 @@ def _reason(error: Exception, folder: Path) -> str:
 
 
 def _quoted(error: object) -> str:
-    """The beginning of it, in one line."""
+    """Returns the beginning of the error's text, in one line."""
     text = " ".join(str(error).split())
     return text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}..."

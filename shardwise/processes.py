@@ -1,4 +1,4 @@
-"""What processes that start others have in common: children that do not outlive them, and how one ended."""
+"""Helpers for processes that start others: children that do not outlive them, and words for how one ended."""
 
 import ctypes
 import fcntl
@@ -16,29 +16,29 @@ _GLANCE_SECONDS = 0.02
 _NUM_LAST_LINES = 5
 _LAST_LINE_CHARACTERS = 200
 _OF_A_JOB = ("WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""How variables of a rank's process group begin: with them another program would try to join it."""
+"""How the environment variables of a rank's process group begin: with them, another program would try to join it."""
 
 
 def variables_of_its_own() -> dict[str, str]:
-    """This process's variables without those that say how its ranks meet."""
+    """Returns this process's environment variables, without those that say how its ranks meet."""
     return {name: value for name, value in os.environ.copy().items() if not name.startswith(_OF_A_JOB)}
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel end this process when the thread that started it is gone, whatever this process is doing, also
-    where it is stopped. What it has started is not ended.
+    """Has the kernel end this process when the thread that started it is gone, whatever this process is doing, even
+    where it is stopped. Processes that it has started are not ended.
 
     Args:
-        parent: the process of that thread. Where it is gone already, this process ends here.
+        parent: id of that thread's process. Where it is gone already, this process ends here.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # gone before it was asked for
+    if os.getppid() != parent:  # it was gone before the line above
         os._exit(1)
 
 
 def end_group_with(lifeline_fd: int) -> None:
-    """Has the kernel signal this process group (SIGIO ends a process) when the other end of the pipe closes: the
-    parent's, on purpose or with the parent.
+    """Has the kernel signal this process group (SIGIO ends a process) when the parent's end of the pipe closes, on
+    purpose or because the parent is gone.
 
     Reading another pipe to its end is not enough: a call that hangs does not read, and one that spins in C would not
     let a watching thread run either.
@@ -49,15 +49,15 @@ def end_group_with(lifeline_fd: int) -> None:
 
 
 def start_resource_tracker() -> None:
-    """Starts Python's so that the signal of `end_group_with` does not end it: it removes what shared memory the others
-    leave behind."""
-    signal.signal(signal.SIGIO, signal.SIG_IGN)  # which it inherits
+    """Starts Python's resource tracker so that the signal of `end_group_with` does not end it: it removes the shared
+    memory that the other processes leave behind."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # which the tracker inherits
     resource_tracker.ensure_running()
     signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
 def end_group(group: int) -> None:
-    """Kills the processes of a group, Python's resource tracker as the last: it removes what shared memory they leave
+    """Kills the processes of a group, Python's resource tracker last: it removes the shared memory that they leave
     behind, within a moment."""
     deadline = time.monotonic() + _TRACKER_SECONDS
     while (living := _living(group)) and time.monotonic() < deadline:
@@ -70,11 +70,11 @@ def end_group(group: int) -> None:
 
 
 def _living(group: int) -> dict[int, bool]:
-    """The processes of a group, without those that have ended and that nobody has asked how; whether each is a resource
-    tracker."""
+    """Returns process id -> whether it is a resource tracker, for the living processes of a group. Ended ones that
+    nobody has waited for are left out."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ends meanwhile
+        with suppress(OSError):  # the process ended meanwhile
             state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
             if int(its_group) == group and state != "Z":
                 found[int(folder.name)] = b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
@@ -82,7 +82,7 @@ def _living(group: int) -> dict[int, bool]:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code, as subprocess counts them, in words that follow a name."""
+    """Puts an exit code, as subprocess counts them, in words that follow a name."""
     if code >= 0:
         return f"ended its process with exit code {code}"
     try:
@@ -94,18 +94,18 @@ def how_it_ended(code: int) -> str:
 
 
 class LastLines:
-    """What a process printed last, for the error that names its end."""
+    """The last lines that a process printed, for the error that reports its end."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
 
     def add(self, line: bytes) -> str:
-        """The line as a terminal shows it: of a progress bar, what it shows last."""
+        """Adds a line, and returns it as a terminal shows it: of a progress bar, its last state."""
         text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
         if text:
             self._lines.append(text[:_LAST_LINE_CHARACTERS])
         return text
 
     def __str__(self) -> str:
-        """To follow how it ended; empty where it printed nothing."""
+        """Writes the lines to follow how the process ended; empty where it printed nothing."""
         return f"; it last printed: {' | '.join(self._lines)}" if self._lines else ""

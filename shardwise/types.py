@@ -35,10 +35,10 @@ class ImageRef:
     set."""
 
     name: str
-    """For errors: its row, its number in it and its file."""
+    """Names the image in errors: its row, its number in the row, and its file."""
     path: str | None = None
     data: Tensor | None = None
-    """[num_bytes] uint8, of the file."""
+    """[num_bytes] uint8, the bytes of the file."""
     grid: list[int]
     """Patches in time, height and width, as in `Images`."""
 
@@ -62,11 +62,11 @@ class Example:
     messages: list[dict[str, Any]] | None = None
     """The conversation that the prompt renders, for models with another chat template; None for plain text."""
     tools: list[str] | None = None
-    """The names of the tools that this prompt offers; None: all there are."""
+    """The names of the tools that this prompt offers; None: all of them."""
     image_refs: list[ImageRef] = field(default_factory=list)
-    """The images of the prompt, whose tokens are in it."""
+    """The images of the prompt; their tokens are in `prompt_ids`."""
     position_ids: Tensor | None = None
-    """[3, L] int64, of prompts with images, as a Sample has them."""
+    """[3, L] int64, for prompts with images, as in `Sample`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +97,17 @@ class GenerateRequest:
     """Routing key: requests with the same value share a prompt prefix (the turns of a prompt's episodes) and go to the
     same engine where engines cache prefixes."""
     first_index: int = 0
-    """The index of this request's first completion among its prompt's; not 0 where it continues later ones."""
+    """The index of this request's first completion among those of its prompt; not 0 where it continues later ones."""
     partial_token_ids: list[int] = field(default_factory=list)
     """Tokens of a single completion that were sampled before an interruption; the engine continues after them, and
-    `max_tokens` counts new tokens only. Where an engine draws by position (embedded), the result is that of an
-    uninterrupted completion; else (vLLM) the rest gets another seed."""
+    `max_tokens` counts new tokens only. Where an engine draws by position (embedded), the result is the same as
+    without the interruption; else (vLLM) the rest gets another seed."""
     with_experts: bool = False
     """Keep which experts every token goes to."""
     images: Images | None = None
-    """Those of the prompt, which has a token for each part of them."""
+    """The images of the prompt, which has a token for each part of them."""
     image_refs: list[ImageRef] = field(default_factory=list)
-    """Instead of `images`, those that are not read yet; engines want them read."""
+    """In place of `images`, references to images that are not read yet; engines want them read."""
 
     @property
     def restricts(self) -> bool:
@@ -115,20 +115,21 @@ class GenerateRequest:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def one_by_one(self) -> list[Self]:
-        """A request for each of its completions, with draws of its own: the uid says which one it is."""
+        """Returns a request for each of its completions, with draws of its own: the uid says which one it is."""
         return [replace(self, uid=f"{self.uid}/{index}", num_completions=1) for index in range(self.num_completions)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSpan:
-    """Tokens of one sequence that a rollout engine sampled in one call: what proves that they are what is trained."""
+    """Tokens of one sequence that a rollout engine sampled in one call, with a digest that proves they are trained
+    on as sampled."""
 
     start: int
-    """Where the first of them is, from the beginning of the prompt."""
+    """Index of the first of them, counted from the beginning of the prompt."""
     end: int
-    """Where they have ended."""
+    """Index just after the last of them."""
     digest: int
-    """xxh3 of all tokens before `end`, as int64: those that the engine read, and those that it sampled behind them."""
+    """xxh3 of all tokens before `end`, as int64: those that the engine read, and those that it sampled after them."""
 
 
 FinishReason = Literal["stop", "length", "interrupted"]
@@ -143,28 +144,30 @@ class Completion:
     token_ids: list[int]
     """End-of-sequence tokens included."""
     logprobs: list[float]
-    """Of each sampled token, in nats, under the distribution it was drawn from (temperature applied; greedy: at 1); 0
-    for an environment's."""
+    """The logprob of each sampled token, in nats, under the distribution it was drawn from (temperature applied;
+    greedy: at 1); 0 for an environment's tokens."""
     finish_reason: FinishReason
     policy_version: int
     """The version of the weights that sampled its first token: no token is older."""
     token_versions: list[int] | None = None
-    """The version that sampled each token, an environment's as the one before; None: policy_version sampled all."""
+    """The version that sampled each token; an environment's token has that of the token before. None: policy_version
+    sampled all."""
     is_sampled: list[bool] | None = None
     """Which tokens the policy sampled; None: all."""
     turn_starts: list[int] = field(default_factory=lambda: [0])
-    """Which of its tokens begin turns of the policy: a turn need not have any token before it that was not sampled."""
+    """Indices of the tokens that begin turns of the policy. `is_sampled` cannot tell: turns may directly follow each
+    other."""
     prompt_ids: list[int] | None = None
     """The prompt that it answers, where an agent wrote one of its own; None: that of its row."""
     experts: Tensor | None = None
-    """[L - 1, M, k] int16, of the L tokens of prompt and completion: which k experts each of M routers sent them to.
+    """[L - 1, M, k] int16, for the L tokens of prompt and completion: which k experts each of M routers sent them to.
     The last token went nowhere. None unless asked for."""
     spans: list[SampledSpan] = field(default_factory=list)
-    """Of the calls that sampled its tokens, in their order; the rank that asks the engine adds them."""
+    """One for each call that sampled its tokens, in their order; the rank that asks the engine adds them."""
 
     @property
     def num_turns(self) -> int:
-        """Of the policy."""
+        """The number of turns of the policy."""
         return len(self.turn_starts)
 
     @property
@@ -174,7 +177,7 @@ class Completion:
 
     @property
     def sampled_versions(self) -> list[int]:
-        """Likewise, of the tokens that the policy sampled."""
+        """The policy version of each token that the policy sampled, without an environment's tokens."""
         flags = [True] * len(self.token_ids) if self.is_sampled is None else self.is_sampled
         return list(compress(self.versions, flags))
 
@@ -184,7 +187,8 @@ class Completion:
         return self.token_versions[-1] if self.token_versions else self.policy_version
 
     def then(self, more: Self) -> Self:
-        """This completion extended by the tokens of `more`, with its finish_reason, in the turns of this one."""
+        """Returns this completion extended by the tokens of `more`, with the finish_reason of `more` and the turns of
+        this one."""
         versions = self.versions + more.versions
         sampled = [
             flag
@@ -204,7 +208,8 @@ class Completion:
         )
 
     def _experts_then(self, more: Self) -> Tensor | None:
-        """What goes on computes the tokens so far once more, maybe with other weights: their first choice counts."""
+        """Joins the experts of both. A continued request computes the tokens so far once more, maybe with other
+        weights: their first choice counts."""
         if more.experts is None:  # interrupted before its first token
             return self.experts
         if self.experts is None:
@@ -213,7 +218,7 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return len(self.token_ids) if self.is_sampled is None else sum(self.is_sampled)
 
 
@@ -231,12 +236,12 @@ class Sample:
     loss_mask: Tensor
     """[L] bool, True = trained (in reinforcement learning: sampled by the policy). loss_mask[0] is False."""
     position_ids: Tensor | None = None
-    """[3, L] int64, of sequences with images: where a token is in time, height and width. None: 0 to L - 1 in each."""
+    """[3, L] int64, for sequences with images: where a token is in time, height and width. None: 0 to L - 1 in each."""
     images: Images | None = None
     image_refs: list[ImageRef] = field(default_factory=list)
-    """Instead of `images`, those that are not read yet."""
+    """In place of `images`, references to images that are not read yet."""
     rollout_logprobs: Tensor | None = None
-    """[L] float32, of the distribution that sampled the tokens; 0 where not trained. So is every other array here."""
+    """[L] float32, of the distribution that sampled the tokens; 0 where not trained, as every other array here is."""
     old_logprobs: Tensor | None = None
     """[L] float32, of the policy before the first optimizer step on this sample."""
     ref_logprobs: Tensor | None = None
@@ -252,11 +257,11 @@ class Sample:
     selected: Tensor | None = None
     """[L] bool, the tokens that clip_cov and kl_cov pick out of a whole optimizer step."""
     experts: Tensor | None = None
-    """[L, M, k] int16: which k experts each of the policy's M routers sends the tokens to; -1: it chooses itself."""
+    """[L, M, k] int16: which k experts each of the policy's M routers sends the tokens to; -1: the router chooses."""
     turn_starts: list[int] | None = None
-    """Of a rollout: which of its tokens begin turns of the policy."""
+    """Indices of the tokens that begin turns of the policy, in reinforcement learning."""
     spans: list[SampledSpan] | None = None
-    """Its completion's, which its trained tokens are held to; None where no rollout engine sampled it."""
+    """The spans of its completion, which its trained tokens must match; None where no rollout engine sampled it."""
     reward: float = 0.0
     group: int = 0
     """Samples of one prompt share this number."""
@@ -273,18 +278,18 @@ class RolloutGroup:
     example: Example
     completions: list[Completion]
     texts: list[str]
-    """The whole of each."""
+    """The whole text of each completion."""
     answers: list[str]
-    """The last turn of each, which is judged."""
+    """The last turn of each completion, which is judged."""
     rewards: list[float]
     """0 where nothing judges."""
     reward_parts: list[dict[str, float]]
     """What the reward function returned beside the score, by name."""
     failures: list[str | None]
-    """Why there is no score, where there is none: the reward function raised, hung or returned something else than a
+    """Why there is no score, where there is none: the reward function raised, hung or returned something other than a
     number, or the environment or agent failed."""
     has_baseline: bool = True
-    """Whether there is what its rewards are compared with; without it no completion is trained."""
+    """Whether there is a baseline to compare its rewards with; without one no completion is trained."""
 
     @property
     def failed(self) -> list[bool]:
@@ -292,7 +297,7 @@ class RolloutGroup:
         return [failure is not None for failure in self.failures]
 
     def prompt_ids(self, completion: Completion) -> list[int]:
-        """The prompt of one of the completions."""
+        """Returns the prompt of one of the completions."""
         return self.example.prompt_ids if completion.prompt_ids is None else completion.prompt_ids
 
 
@@ -332,17 +337,17 @@ class TokenBatch:
     loss_mask: Tensor
     """[T] bool."""
     sample_index: list[int]
-    """Of each sequence: its place in the list of samples that was packed. Empty in a batch that holds no sample
+    """The index of each sequence in the list of samples that was packed. Empty in a batch that holds no sample
     (one masked token, so that collectives stay in step)."""
     uids: list[str] = field(default_factory=list)
-    """Of each sequence: its sample's."""
+    """The uid of each sequence's sample."""
     images: Images | None = None
-    """Those of all sequences, in their order."""
+    """The images of all sequences, in their order."""
     image_refs: list[ImageRef] = field(default_factory=list)
-    """Those of all sequences until all are read. Ranks that share the batch each read their own: then `images` are
-    those alone."""
+    """References to the images of all sequences until all are read. Ranks that share the batch each read their own:
+    `images` then holds those alone."""
     rewards: Tensor | None = None
-    """[S] float32, of each sequence."""
+    """[S] float32, the reward of each sequence."""
     rollout_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
@@ -354,7 +359,7 @@ class TokenBatch:
     experts: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
-        """A copy with every tensor on `device` but those of the images, which no loss looks at."""
+        """Returns a copy with every tensor on `device` except those of the images, which no loss looks at."""
         moved: Self = _moved(self, device)
         return moved
 
@@ -374,7 +379,8 @@ class TokenOutputs:
     """[T] float32."""
 
     def to(self, device: torch.device) -> Self:
-        """A copy with every tensor on `device`; to the host it waits, to a device it does not."""
+        """Returns a copy with every tensor on `device`; it waits for copies to the host, but not for those to a
+        device."""
         moved: Self = _moved(self, device)
         return moved
 
@@ -420,7 +426,7 @@ class MetricValue:
         return cls("max", total)
 
     def merge(self, other: Self) -> Self:
-        """The value over both parts."""
+        """Returns the value over both parts."""
         assert self.kind == other.kind, (self.kind, other.kind)
         if self.kind == "max":
             if not isinstance(self.total, Tensor) and not isinstance(other.total, Tensor):
@@ -431,7 +437,7 @@ class MetricValue:
         return replace(self, total=self.total + other.total, count=self.count + other.count)
 
     def host(self) -> Self:
-        """The same value with plain floats: the one place where a metric waits for its device."""
+        """Returns the same value with plain floats: the one place where a metric waits for its device."""
         return replace(self, total=float(self.total), count=float(self.count))
 
     @property
@@ -440,7 +446,7 @@ class MetricValue:
         return self.kind == "mean" and not float(self.count)
 
     def result(self) -> float:
-        """The final number; a mean over nothing is 0."""
+        """Returns the final number; a mean over nothing is 0."""
         if self.kind != "mean":
             return float(self.total)
         count = float(self.count)
@@ -464,7 +470,7 @@ class WeightSender(Protocol):
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Collective. Yields (Hugging Face name, full tensor on this rank), in the same order on every rank. A tensor
-        keeps its values while the next one is taken: it is sent when that one is being hashed."""
+        keeps its values while the next one is taken: it is sent while that one is hashed."""
 
 
 class WeightReceiver(Protocol):
@@ -472,17 +478,17 @@ class WeightReceiver(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the tensors into the served model; each is valid until the next one is taken. One that lies where it
-        is served was received there, and needs no copy. From this call until the commit the engine refuses to generate,
-        for it holds weights of two versions."""
+        is served from was received there, and needs no copy. From this call until the commit the engine refuses to
+        generate, for it holds weights of two versions."""
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors the engine serves from, under their Hugging Face names. One that the engine takes but cannot read
-        back is on the meta device, which tells its dtype and shape."""
+        """Yields the tensors the engine serves from, under their Hugging Face names. One that the engine takes but
+        cannot read back is on the meta device, which tells its dtype and shape."""
 
     def served_checksums(self) -> Iterable[tuple[str, int | None]]:
-        """xxh3 of each of them, where it lies that the engine computes with: what a receipt is computed on. None for
-        one that cannot be read back."""
+        """Gives (name, xxh3) of each served tensor, hashed where the engine computes with it: what a receipt is made
+        from. None for a tensor that cannot be read back."""
 
     def commit_weights(self, version: int) -> None:
-        """From here on completions carry `version`, and nothing computed with other weights is used again (prefix
-        caches)."""
+        """Ends the sync: from here on completions carry `version`, and nothing computed with other weights (prefix
+        caches) is used again."""

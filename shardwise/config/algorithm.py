@@ -81,16 +81,16 @@ class Maxrl(Choice):
 
 
 class Gigpo(Choice):
-    """grpo for the whole completion, and for each turn among the turns of its group that answered the same state; for
-    completions of several turns."""
+    """For completions of several turns: grpo over whole completions, plus grpo over single turns, each compared with
+    the turns of its group that answered the same state."""
 
     name: Literal["gigpo"] = "gigpo"
     scale: Literal["std", "none"] = "std"
     """Divide by the groups' standard deviations, or not."""
     step_weight: NonNegativeFloat = 1.0
-    """The weight of the turn's part."""
+    """The weight of the part that compares single turns."""
     gamma: Probability = 0.95
-    """The discount per turn of what the following turns earn."""
+    """The discount per turn on what later turns earn."""
 
 
 class Gae(Choice):
@@ -134,10 +134,10 @@ Advantage = Annotated[
 GROUP_ADVANTAGES = frozenset(
     {"grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl", "gigpo"}
 )
-"""Those that compare a sample with the others of its group."""
+"""Advantages that compare a sample with the others of its group."""
 
 BATCH_ADVANTAGES = frozenset({"reinforce_plus_plus", "gae"})
-"""Those that compare a sample with the others of its step, or with what a critic expects."""
+"""Advantages that compare a sample with the others of its step, or with what a critic expects."""
 
 
 class PpoClip(Choice):
@@ -205,7 +205,7 @@ class GpgLoss(Choice):
 
 
 class ClipCov(Choice):
-    """PPO's clip, and no gradient for a few tokens whose logprob and advantage go together most."""
+    """PPO's clip, and no gradient for a few of the tokens with a high covariance of logprob and advantage."""
 
     name: Literal["clip_cov"] = "clip_cov"
     clip_low: ClipLow = 0.2
@@ -215,9 +215,10 @@ class ClipCov(Choice):
     fraction: Share = 2e-4
     """The share of the optimizer step's trained tokens that lose their gradient."""
     cov_low: float = 1.0
-    """They are drawn from the tokens with a covariance above this,"""
+    """These tokens are drawn from those whose covariance of logprob and advantage is above cov_low and below
+    cov_high."""
     cov_high: float = 5.0
-    """and below this."""
+    """The upper bound of that range."""
 
     @model_validator(mode="after")
     def _range_holds_something(self) -> Self:
@@ -227,13 +228,13 @@ class ClipCov(Choice):
 
 
 class KlCov(Choice):
-    """No clip; a KL penalty on the few tokens whose logprob and advantage go together most."""
+    """No clip; a KL penalty on the few tokens with the highest covariance of logprob and advantage."""
 
     name: Literal["kl_cov"] = "kl_cov"
     coef: NonNegativeFloat = 1.0
     """The weight of the penalty."""
     fraction: Share = 2e-4
-    """The share of the optimizer step's trained tokens that get it."""
+    """The share of the optimizer step's trained tokens that get the penalty."""
 
 
 class DppoTv(Choice):
@@ -293,7 +294,7 @@ PolicyLoss = Annotated[
 
 
 SEQUENCE_LOSSES = frozenset({"gspo", "gmpo", "topr", "kimi"})
-"""Those whose ratio is that of a whole sequence."""
+"""Losses whose ratio is that of a whole sequence."""
 
 
 class TokenMean(Choice):
@@ -340,14 +341,14 @@ class ClippedValueLoss(Choice):
 
     name: Literal["clipped"] = "clipped"
     clip: PositiveFloat | None = 0.5
-    """How far a value may move from the critic's value before the update until its gradient is cut; null is off."""
+    """How far a value may move from what it was before the update; beyond that its gradient is cut. null is off."""
 
 
 ValueLoss = Annotated[ClippedValueLoss | Custom, Field(discriminator="name"), named("clipped")]
 
 
 def changed_keys(chosen: Choice) -> list[str]:
-    """Its parameters with another value than by default; null, which takes a bound away, is none."""
+    """Returns the parameters whose value is not the default; null, which takes a bound away, does not count."""
     defaults = {key: field.default for key, field in type(chosen).model_fields.items()}
     return [key for key, value in chosen.arguments().items() if value is not None and value != defaults[key]]
 
@@ -356,7 +357,7 @@ class OverlongConfig(Config):
     """DAPO's soft punishment of completions that come close to rollout.max_response_tokens."""
 
     buffer_tokens: PositiveInt
-    """The penalty grows from 0 over the last so many tokens."""
+    """The penalty grows from 0 over this many tokens before rollout.max_response_tokens."""
     factor: PositiveFloat = 1.0
     """The penalty of a completion of full length."""
 
@@ -380,9 +381,9 @@ class AlgorithmConfig(Config):
     kl_controller: KlController = FixedKl.defaults()
     """How kl_coef changes during the run; a name, {name, parameters}, or an import path."""
     overlong_penalty: OverlongConfig | None = None
-    """Subtracted from the rewards of overlong completions; null is none."""
+    """A penalty that is subtracted from the rewards of overlong completions; null is none."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig.defaults()
-    """What is done about a rollout engine whose logprobs differ from the trainer's; by default nothing."""
+    """How training corrects for a rollout engine whose logprobs differ from the trainer's; by default not at all."""
     num_minibatches: PositiveInt = 1
     """Optimizer steps made from one rollout batch in one epoch."""
     num_epochs: PositiveInt = 1
@@ -410,7 +411,8 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def _ratio_moves(self) -> Self:
-        """With one optimizer step per rollout batch the policy is the one that its old logprobs are of."""
+        """Refuses bounds on a ratio that is always 1: with one optimizer step per rollout batch, the policy is still
+        the one that gave the old logprobs."""
         if self.num_updates > 1 or self.rollout_correction.bypass or isinstance(self.policy_loss, Custom):
             return self
         acting: tuple[str, ...] = ()

@@ -27,11 +27,12 @@ from shardwise.config.yaml_values import RefusedYamlError, read_yaml, value_of, 
 
 _LONGEST_SECONDS = 1_000_000
 Deadline = Annotated[float, Field(gt=0, le=_LONGEST_SECONDS)]
-"""In seconds, up to eleven days: from 50 on sockets, which count milliseconds in 32 bits, may time out at once."""
+"""A time limit in seconds, up to eleven days: from 50 days on, sockets, which count milliseconds in 32 bits, may time
+out at once."""
 WholeDeadline = Annotated[int, Field(gt=0, le=_LONGEST_SECONDS)]
-"""The same, in whole seconds."""
+"""A time limit in whole seconds, up to eleven days."""
 EXAMPLE_OVERRIDE = "engine.param_dtype=bfloat16"
-"""Every command takes it."""
+"""An override that every command takes, for help and errors."""
 _TOO_LARGE = 1 << 63
 _COMMAND_LINE = "the command line"
 _MOST_LISTED = 8
@@ -45,7 +46,7 @@ class Config(BaseModel):
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
-        defer_build=True,  # of a hundred classes a command reads one tree, and --help none
+        defer_build=True,  # a command needs one tree of a hundred classes, and --help none
     )
 
     @classmethod
@@ -57,8 +58,8 @@ class Config(BaseModel):
             overrides: `key.path=value`, the value in YAML syntax; later ones win. A key below a name or an
                 import path that stands alone (`placement: split`) is added to it.
         Raises:
-            ConfigError: lists every problem at once: whether the file or the command line gave it, key path, what was
-                given, what is allowed, the nearest name.
+            ConfigError: lists every problem at once, each with where it came from (file or command line), key path,
+                what was given, what is allowed, and the nearest name.
         """
         tree = read_yaml(Path(path)) if path is not None else {}
         brought = [_brought(tree, override) for override in overrides]
@@ -81,7 +82,7 @@ class Config(BaseModel):
     def _validated(cls, tree: dict[str, Any], origin_of: Callable[[Any, str], str]) -> Self:
         """
         Args:
-            origin_of: says where one of pydantic's problems came from, given also the line that tells it.
+            origin_of: (one of pydantic's problems, the line of the message about it) -> where it came from.
         """
         try:
             return cls.model_validate(tree)
@@ -97,23 +98,24 @@ class Config(BaseModel):
 
     @classmethod
     def defaults(cls) -> Self:
-        """Every key at its default, for a class without required keys. Unlike `cls()` it builds no validators, which
-        takes milliseconds of each class wherever the configuration is imported."""
+        """Returns a config with every key at its default, for a class without required keys. Unlike `cls()` it builds
+        no validators, which would take milliseconds for each class wherever the configuration is imported."""
         return cls.model_construct()
 
     @classmethod
     def commands(cls) -> Mapping[str, type["Config"]]:
-        """The configs of all commands by name, if this is one of them: what is unknown here may be a key of another."""
+        """Returns command name -> config class of all commands, if this class is one of them: a key that is unknown
+        here may be a key of another command."""
         return {}
 
     def to_yaml(self) -> str:
-        """The resolved config, every default written out; `load` reads it back to an equal object."""
+        """Writes the resolved config as YAML, with every default; `load` reads it back to an equal object."""
         return yaml_of(self.model_dump(mode="json"))
 
     @model_validator(mode="before")
     @classmethod
     def _truth_values_are_no_numbers(cls, given: Any) -> Any:
-        """pydantic would take true for the number 1."""
+        """Keeps pydantic from taking true for the number 1."""
         if not isinstance(given, dict):
             return given
         cleared = {
@@ -126,14 +128,14 @@ class Config(BaseModel):
     @field_validator("*")
     @classmethod
     def _fits_64_bits(cls, value: Any) -> Any:
-        """Nothing that computes with them takes other integers."""
+        """Refuses integers beyond 64 bits, which nothing that computes with them would take."""
         if isinstance(value, int) and not -_TOO_LARGE <= value < _TOO_LARGE:
             raise ValueError(f"{value} does not fit in 64 bits; give {-_TOO_LARGE} to {_TOO_LARGE - 1}")
         return value
 
 
 class _TruthValue:
-    """What stands for true or false where neither can: nothing takes it for a number or text."""
+    """Takes the place of true or false where neither is allowed, so that neither passes for a number or text."""
 
     def __init__(self, value: bool) -> None:
         self._value = value
@@ -154,7 +156,7 @@ def _without_truth_values(value: Any) -> Any:
 
 
 def _takes_truth_values(annotation: Any) -> bool:
-    """Groups look after their own keys."""
+    """Whether a field of this type may hold true or false. For a group it is true: groups check their own keys."""
     if annotation in (bool, Any, object) or isinstance(annotation, bool):
         return True
     return bool(groups_of(annotation)) or any(map(_takes_truth_values, get_args(annotation)))
@@ -165,15 +167,15 @@ class Choice(Config):
 
     tag: ClassVar[str] = "name"
     import_key: ClassVar[str | None] = None
-    """The key that an import path alone stands for."""
+    """The key that an import path gives where it stands alone."""
 
     def arguments(self) -> dict[str, Any]:
-        """Its other keys and their values: what the function of that name takes by keyword."""
+        """Returns the other keys and their values: the keyword arguments of the function of that name."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != self.tag}
 
 
 def _plain(value: Any, path: str = "") -> Any:
-    """Raises ValueError: JSON, as which it reaches ranks and checkpoints, would make something else of a part of it."""
+    """Returns the value. Raises ValueError: JSON, in which it reaches ranks and checkpoints, would change it."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -188,7 +190,7 @@ def _plain(value: Any, path: str = "") -> Any:
 
 
 Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
-"""By keyword, for what is not ours. Numbers in it are finite and keys are text."""
+"""Keyword arguments for code that is not Shardwise's. Numbers in them are finite and keys are text."""
 
 
 def _as_list(given: object) -> object:
@@ -198,7 +200,7 @@ def _as_list(given: object) -> object:
 OneOrMore = Annotated[list[str], BeforeValidator(_as_list)]
 """A list, or its only entry by itself."""
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path, or what may be one. `~` begins with the home folder, which a shell leaves to us behind `key=`."""
+"""A path, or text that may be one. `~` at its start becomes the home folder: shells do not expand it after `key=`."""
 Paths = Annotated[list[PathText], BeforeValidator(_as_list)]
 """A list of paths, or its only one by itself."""
 
@@ -240,7 +242,7 @@ def _apply_override(cls: type[Config], tree: dict[str, Any], override: str) -> N
 
 
 def _brought(tree: dict[str, Any], override: str) -> tuple[str, ...]:
-    """What an override brings that is not in the file's tree: its key, or a group around it."""
+    """Returns what an override adds to the file's tree: the path of its key or of the outermost new group around it."""
     path = tuple(override.partition("=")[0].split("."))
     node: Any = tree
     for depth, part in enumerate(path, start=1):
@@ -251,7 +253,7 @@ def _brought(tree: dict[str, Any], override: str) -> tuple[str, ...]:
 
 
 def _is_of_overrides(cls: type[Config], problem: Any, line: str, brought: Sequence[tuple[str, ...]]) -> bool:
-    """Whether a problem is in what overrides brought. One of several keys together is if the line names such a key."""
+    """Whether a problem lies in what overrides added. One of several keys does if its line names such a key."""
     location, alternatives = _place(cls, problem["loc"])
     if problem["type"] == "union_tag_invalid" and issubclass(alternatives[0], Choice):
         location = (*location, alternatives[0].tag)
@@ -278,7 +280,7 @@ def _why_no_group(path: str, given: Any, leaf: str, alternatives: Sequence[type[
 
 
 def _key_of(alone: str, alternatives: Sequence[type[Config]]) -> str | None:
-    """The key that a name or an import path stands for where it is given alone."""
+    """Returns the key that a name or an import path gives where it stands alone."""
     choices = [group for group in alternatives if issubclass(group, Choice)]
     if alone in _tags(choices):
         return choices[0].tag
@@ -320,8 +322,8 @@ def _explain(cls: type[Config], problem: Any) -> str:
 
 
 def _place(cls: type[Config], location: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[type[Config]]]:
-    """The keys of a location, and the config classes that its last key may be in, or that may stand there if it is
-    a group.
+    """Returns the keys of a location, and the config classes that its last key may be in, or, if it is a group, that
+    may stand there.
 
     pydantic names the alternative of a union after the key (`reshard_after_forward.bool`); no key is called that.
     """
@@ -343,7 +345,7 @@ def _place(cls: type[Config], location: tuple[Any, ...]) -> tuple[tuple[Any, ...
 
 
 def tag_of(cls: type[Config]) -> tuple[str, str] | None:
-    """The key that tells this choice from the others of its union, and its value here; None for other configs."""
+    """Returns the key that tells this choice from the others of its union, and its value; None for other configs."""
     if not issubclass(cls, Choice):
         return None
     (value,) = get_args(cls.model_fields[cls.tag].annotation)
@@ -355,7 +357,7 @@ def _tags(alternatives: Sequence[type[Config]]) -> list[str]:
 
 
 def _what_stands_here(alternatives: Sequence[type[Config]]) -> str:
-    """Said to a value that stands where only a group of keys, or a name in its place, can."""
+    """Says what to give where a value stands in the place of a group of keys, or of a name."""
     tag, tags = tag_of(alternatives[0]), _tags(alternatives)
     if tag is None:
         return f"expected a group of keys: {_listed(list(alternatives[0].model_fields))}"
@@ -365,9 +367,12 @@ def _what_stands_here(alternatives: Sequence[type[Config]]) -> str:
 
 
 def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
-    """The commands that have the key; else the same name below its group, else one much like it beside it, else the
-    same name elsewhere, the least deep, else one a little like it beside it, else, of a key in a group, one much like
-    it anywhere. What is valid here, where that is little or nothing else helps."""
+    """Returns the end of the error about an unknown key, which names the commands that have it, or the nearest key.
+
+    The nearest is the first of: the same name deeper in its group, a name much like it beside it, the same name
+    elsewhere (the least deep), a name a little like it beside it, and, for a key in a group, a name much like it
+    anywhere. The valid keys beside it are listed if they are few and the nearest is elsewhere, or if none is near.
+    """
     path = ".".join(part for part in location if isinstance(part, str))
     if commands := [f"`shardwise {name}`" for name, other in cls.commands().items() if path in key_paths(other)]:
         return f"; it is a key of {', '.join(commands)}"
@@ -391,7 +396,7 @@ def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
 
 
 def _listed(names: Sequence[str], near: str | None = None) -> str:
-    """All of them, or of many some: the first, or the most similar to `near`."""
+    """Lists the names; if there are many, only the first ones, or those most similar to `near`."""
     if len(names) <= _MOST_LISTED:
         return ", ".join(names)
     some = names if near is None else difflib.get_close_matches(near, names, n=_MOST_LISTED, cutoff=0.0)
@@ -399,7 +404,7 @@ def _listed(names: Sequence[str], near: str | None = None) -> str:
 
 
 def _required_leaves(cls: type[Config], path: str) -> list[str]:
-    """`path` itself, or the required keys of the group it names, and of the groups in that."""
+    """Returns `path` itself or, if it names a group, the required keys of that and of the groups in it."""
     nodes: list[type[Config]] = [cls]
     for name in path.split("."):
         fields = [node.model_fields[name] for node in nodes if name in node.model_fields]
@@ -411,15 +416,15 @@ def _required_leaves(cls: type[Config], path: str) -> list[str]:
 
 
 def groups_of(annotation: Any) -> list[type[Config]]:
-    """The config classes in the type of a field: itself, optional, in a list, or the alternatives of a union; none
-    for a value."""
+    """Returns the config classes in the type of a field: the type itself, optional or in a list, or the alternatives of
+    a union; none for a value."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return [annotation]
     return [group for part in get_args(annotation) for group in groups_of(part)]
 
 
 def key_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a config class, groups included, in the order they are declared."""
+    """Yields every dotted key of a config class, groups included, in the order they are declared."""
     for name, field in cls.model_fields.items():
         yield prefix + name
         groups = groups_of(field.annotation)

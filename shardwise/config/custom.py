@@ -1,5 +1,5 @@
-"""How a function is chosen: by its name, which alone stands for its defaults (`advantage: rloo`), or by the import path
-of a custom one (`advantage: rules.py:my_advantage`)."""
+"""How a function is chosen: by its name, which alone takes its defaults (`advantage: rloo`), or by the import path of a
+custom one (`advantage: rules.py:my_advantage`)."""
 
 from typing import Any, ClassVar, Literal
 
@@ -30,4 +30,4 @@ class Custom(Choice):
     function: PathText
     """`path/to/file.py:name` or `package.module:name`; docs/algorithms.md says how it is called."""
     parameters: Arguments = Field(default_factory=dict)
-    """Passed by keyword."""
+    """Keyword arguments that it is called with."""

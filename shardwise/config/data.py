@@ -10,26 +10,26 @@ OverlongPolicy = Literal["error", "drop", "truncate"]
 
 
 class ReasoningGymTask(Config):
-    """A `.yaml` file among the data files: rows that reasoning-gym makes up."""
+    """A `.yaml` file among the data files, which names a task that reasoning-gym generates rows for."""
 
     task: str
-    """The name of one of its datasets: chain_sum, countdown, sudoku, ..."""
+    """The name of one of reasoning-gym's datasets: chain_sum, countdown, sudoku, ..."""
     size: PositiveInt = 1000
-    """So many problems."""
+    """The number of problems."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Another seed makes other problems: give training and validation files different ones."""
     arguments: Arguments = Field(default_factory=dict)
-    """Of the dataset's own config: how hard its problems are."""
+    """Keys of the dataset's own config, such as how hard its problems are."""
 
 
 class HeldOutData(Config):
-    """Rows that are measured on, and how their prompts are read."""
+    """Held-out rows to measure on, and how prompts are read."""
 
     validation_files: Paths = Field(default_factory=list)
     """Held-out rows: jsonl or parquet files, folders written by datasets' save_to_disk, or yaml files that name a task
     of reasoning-gym; one path or a list."""
     max_validation_rows: PositiveInt | None = None
-    """Use only the first so many held-out rows."""
+    """Use only this many held-out rows, the first ones; null uses all."""
     prompt_column: str = "prompt"
     """The prompt: a string, or a list of {role, content} messages."""
     system_prompt: str | None = None
@@ -48,27 +48,27 @@ class DataConfig(HeldOutData):
     """What supervised and prompt data for training have in common."""
 
     train_files: Paths = Field(default_factory=list)
-    """Training rows, in the same forms."""
+    """Training rows, in the same forms as validation_files."""
     max_train_rows: PositiveInt | None = None
-    """Use only the first so many rows."""
+    """Use only this many training rows, the first ones; null uses all."""
     shuffle: bool = True
-    """A new order of the training rows in every epoch, from trainer.seed."""
+    """Draw a new order of the training rows for every epoch, from trainer.seed."""
 
 
 class SequenceDataConfig(DataConfig):
-    """What data whose rows hold whole sequences, answers included, have in common."""
+    """What all data have in common whose rows hold whole sequences, answers included."""
 
     max_sequence_tokens: PositiveInt = 2048
     """The longest allowed sequence, prompt and response together."""
     on_overlong: OverlongPolicy = "error"
     """What happens to a longer row: stop with an error, drop it, or cut its end off. Both are counted."""
     tools_column: str = "tools"
-    """What the chat template says that the model may call: a list of JSON schemas as OpenAI and Hugging Face have them,
-    or a string of JSON that holds one; a row without the column has no tools."""
+    """The tools that the chat template offers to the model: a list of JSON schemas as OpenAI and Hugging Face have
+    them, or a string of JSON that holds such a list; a row without the column has no tools."""
     images_column: str = "images"
-    """Images for a model with a vision tower, in the order of their places in the messages: paths (from the data file's
-    folder), bytes of files, or objects with one of both; a row without the column has none of its own. Preference and
-    reward-model training refuse rows that have some."""
+    """Images for a model with a vision tower, in the order of their places in the messages: paths (relative to the data
+    file's folder), the bytes of files, or objects with either; a row without the column has only the images that its
+    messages hold. Preference and reward-model training refuse rows with images."""
 
     @model_validator(mode="after")
     def _tools_are_rendered(self) -> Self:
@@ -86,8 +86,8 @@ class SupervisedDataConfig(SequenceDataConfig):
     response_column: str = "response"
     """The answer to learn, a string."""
     messages_column: str = "messages"
-    """Conversations; loss on the assistant's turns only. A row that has this column is read as a conversation. A turn
-    with tool_calls needs no content."""
+    """A conversation, with loss on the assistant's turns only. A row that has this column is read as a conversation. A
+    turn with tool_calls needs no content."""
 
 
 class PreferenceDataConfig(SequenceDataConfig):
@@ -102,11 +102,11 @@ class PreferenceDataConfig(SequenceDataConfig):
     rejected_column: str = "rejected"
     """The worse answer. Both answer the same messages: conversations are compared from where they part."""
     margin_column: str | None = None
-    """How much better the chosen answer is, a number from 0 on; null: all pairs count alike."""
+    """How much better the chosen answer is, a number of 0 or more; null: all pairs count alike."""
     response_column: str = "response"
-    """Of rows without pairs (kto): the answer. Of a conversation the assistant's last turn."""
+    """For rows without pairs (kto): the answer; in a conversation, the assistant's last turn."""
     label_column: str = "label"
-    """Of rows without pairs (kto): whether the answer is desirable, a boolean."""
+    """For rows without pairs (kto): whether the answer is desirable, a boolean."""
 
     @model_validator(mode="after")
     def _sides_differ(self) -> Self:
@@ -124,10 +124,10 @@ class EvalDataConfig(HeldOutData):
     ground_truth_column: str = "reward_model.ground_truth"
     """What the reward function gets as ground_truth; a dot goes into a nested column."""
     data_source_column: str = "data_source"
-    """Names the source of a row; where the column is absent, the file's name."""
+    """The name of a row's source; where the column is absent, the file's name."""
     tools_column: str = "tools"
-    """Where there are tools (rollout.environment.type=tools): those that a row offers, a list of their names or
-    of schemas with these names; a row without the column offers all."""
+    """With rollout.environment.type=tools: the tools that a row offers, a list of their names or of schemas with these
+    names; a row without the column offers all."""
     images_column: str = "images"
     """Images for a model with a vision tower, as in `shardwise sft`."""
     max_prompt_tokens: PositiveInt = 1024
@@ -155,9 +155,10 @@ class DifficultyConfig(Config):
     """Which training prompts are too easy or too hard to be asked again at once."""
 
     min_pass_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """A prompt sits out one pass over its source if fewer of its last completions than this share were correct,"""
+    """A prompt is too hard if a smaller share of its last completions was correct; it then sits out one pass over its
+    source."""
     max_pass_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """or more than this share."""
+    """A prompt is too easy if a larger share of its last completions was correct; it then sits out as well."""
 
     @model_validator(mode="after")
     def _leaves_something_out(self) -> Self:

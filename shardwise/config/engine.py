@@ -26,7 +26,7 @@ class ComputeConfig(Config):
     """What every command that runs a model needs."""
 
     param_dtype: DtypeName = "float32"
-    """The dtype that layers compute in. Trained weights have another one between steps (engine.master_dtype)."""
+    """The dtype that layers compute in. Between steps, trained weights are kept in engine.master_dtype."""
     collective_timeout_seconds: WholeDeadline = 600
     """A collective that waits longer than this for another rank ends the run with an error."""
 
@@ -41,10 +41,10 @@ class WrapPolicyConfig(Config):
     """Class names of the modules to wrap, one unit each; null takes the decoder layers, and the vision blocks of models
     that have them. These are also the layers that are checkpointed, compiled, and whose MLPs are tiled."""
     wrap_embeddings: bool = False
-    """The token embedding is a unit: sharded like a layer, at the price of another gather. Not for models whose
+    """Make the token embedding a unit: sharded like a layer, at the price of another gather. Not for models whose
     embedding and output projection are one weight."""
     wrap_lm_output: bool = False
-    """The output projection (or value head) is a unit, gathered only while it works. Not for tied weights either."""
+    """Make the output projection (or value head) a unit, gathered only while it works. Not for tied weights either."""
     moe_experts: list[str] = Field(default_factory=list)
     """Class names of expert modules (Qwen3MoeExperts) to wrap as units inside their layer."""
 
@@ -56,7 +56,7 @@ class ModulePrecisionConfig(Config):
     """The module's name in the model (`model.layers.0.mlp.gate`), or a pattern with `*` for one part of a name
     (`model.layers.*.mlp.gate`). A name that matches nothing is an error."""
     param_dtype: DtypeName | None = None
-    """What the module computes in; null is engine.param_dtype."""
+    """The dtype that the module computes in; null takes engine.param_dtype."""
     cast_forward_inputs: bool = True
     """Cast floating-point inputs to param_dtype; false leaves them as they come."""
 
@@ -70,14 +70,14 @@ class LoraConfig(Config):
     """The adapter's output is scaled by alpha / rank (rsLoRA: alpha / sqrt(rank))."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input, in training passes only; reinforcement learning needs 0. It is drawn for each
-    rank and micro-batch, so that with it numbers depend on the layout."""
+    rank and micro-batch, so results then depend on the layout."""
     target_modules: str | list[str] = "all-linear"
-    """Names (or endings of names) of the linear layers that get an adapter; all-linear is every one but the head
-    (and, where experts are fused, but dense layers whose names peft takes for parts of experts; and out_proj of
-    falcon_h1, which peft refuses). An empty list: none, with target_parameters."""
+    """Names (or endings of names) of the linear layers that get an adapter. all-linear is every one except the head
+    (where experts are fused, also except dense layers whose names peft takes for parts of experts; and except out_proj
+    of falcon_h1, which peft refuses). An empty list, for use with target_parameters, is none."""
     target_parameters: list[str] = Field(default_factory=list)
     """Names (or endings of names) of fused experts that get an adapter for every expert: parameters with three
-    dimensions, such as experts.gate_up_proj and experts.down_proj. With dropout=0 and without use_dora."""
+    dimensions, such as experts.gate_up_proj and experts.down_proj. Needs dropout=0 and use_dora=false."""
     modules_to_save: list[str] = Field(default_factory=list)
     """Modules trained in full beside the adapters, and saved with them."""
     use_dora: bool = False
@@ -85,7 +85,7 @@ class LoraConfig(Config):
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
     quantize_base: Literal["nf4"] | None = None
-    """nf4: the base's linear layers but the head are kept in 4 bits and computed in param_dtype (QLoRA; needs
+    """nf4: the base's linear layers, except the head, are kept in 4 bits and computed in param_dtype (QLoRA; needs
     bitsandbytes and torch 2.12). Fused experts and embeddings stay as they are."""
     adapter_path: PathText | None = None
     """A folder with an adapter of this form to continue (`checkpoints/step_N/adapter` of a run); null starts with a
@@ -95,7 +95,8 @@ class LoraConfig(Config):
 
     @model_validator(mode="after")
     def _experts_have_plain_adapters(self) -> Self:
-        """An adapter of fused experts is added to their weights, so there is no input of its own to drop from."""
+        """Refuses dropout and DoRA on fused experts: their adapters are added to the weights, so they have no input of
+        their own to drop from."""
         given = {"use_dora=true": self.use_dora, f"dropout={self.dropout}": self.dropout > 0}
         for key in [key for key, is_given in given.items() if is_given and self.target_parameters]:
             raise ValueError(
@@ -123,46 +124,48 @@ class LayoutConfig(ComputeConfig):
     ulysses_size: PositiveInt = 1
     """Ranks that share one sequence (Ulysses sequence parallelism). Divides fsdp_size and the attention heads."""
     ep_size: PositiveInt = 1
-    """Ranks that share the experts of a mixture (expert parallelism): each computes its part of them, for the tokens of
-    all, which travel there and back. Divides fsdp_size and the number of experts."""
+    """Ranks that share the experts of a mixture of experts (expert parallelism): each computes its part of them for the
+    tokens of all these ranks, which travel there and back. Divides fsdp_size and the number of experts."""
     reshard_after_forward: StrictBool | StrictInt = True
     """true frees a layer's gathered weights after its forward and gathers them again in backward; false keeps them (no
-    second gather, one more copy of the weights in memory); a number keeps them sharded over so many ranks."""
+    second gather, one more copy of the weights in memory); a number keeps them sharded over this many ranks."""
     forward_prefetch: Annotated[int, Field(ge=0)] = 0
-    """Layers whose weights are gathered ahead of their forward, fewer than the model has; 0 leaves it to FSDP."""
+    """How many layers' weights are gathered ahead of their forward, fewer than the model has; 0 leaves it to FSDP."""
     offload_policy: bool = False
-    """Sharded weights, gradients and optimizer states live in host memory; layers are copied to the device one by one
+    """Keep sharded weights, gradients and optimizer states in host memory; layers are copied to the device one by one
     (FSDP's CPUOffloadPolicy). The optimizer then steps on the CPU."""
     param_offload: bool = False
-    """In reinforcement learning the sharded weights leave the device while other engines work."""
+    """In reinforcement learning, move the sharded weights off the device while other engines work."""
     wrap_policy: WrapPolicyConfig = WrapPolicyConfig.defaults()
     """Which modules are FSDP units of their own."""
     module_precision: list[ModulePrecisionConfig] = Field(default_factory=list)
     """Modules that compute in another dtype than param_dtype."""
     attention_implementation: Literal["auto", "loop", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Packed attention. auto: varlen (torch's own FlashAttention) on CUDA in half precision, else loop (scaled dot
-    product attention, sequence by sequence). flash_attention_2 and 3 need the packages flash-attn and flash-attn-3."""
+    """How attention over packed sequences is computed. auto: varlen (torch's own FlashAttention) on CUDA in half
+    precision, else loop (scaled dot product attention, sequence by sequence). flash_attention_2 and 3 need the packages
+    flash-attn and flash-attn-3."""
     experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = None
     """How fused experts are computed; null leaves the choice to transformers, or is eager where grouped_mm cannot read
     their rows. Only for mixture-of-experts models."""
     apply_expert_patch: bool = False
-    """Call experts that no token of a rank chose with no tokens, so that collectives stay in step. Experts that are
-    modules and FSDP units of their own (wrap_policy.moe_experts, module_precision) need it. For others, and for fused
-    ones, which all mixtures of experts of transformers 5 but encoder-decoders have, it is accepted and changes
-    nothing."""
+    """Call experts even if no token of the rank chose them, with no tokens, so that collectives stay in step. Experts
+    that are modules and FSDP units of their own (wrap_policy.moe_experts, module_precision) need it. For other experts,
+    and for fused ones, which all mixtures of experts in transformers 5 except encoder-decoders have, it is accepted and
+    changes nothing."""
     apply_tiled_mlp: bool = False
-    """Compute every MLP in slices of the sequence and again in backward: its inner activations exist for one slice."""
+    """Compute every MLP in slices of the sequence, and again in backward, so that its inner activations exist for only
+    one slice at a time."""
     tiled_num_shards: Annotated[int, Field(ge=2)] | None = None
-    """Slices of a tiled MLP; null is 4. Sequences shorter than this have fewer."""
+    """The number of slices of a tiled MLP; null takes 4. A sequence of fewer tokens has fewer."""
     compile_layers: bool = False
     """torch.compile every decoder layer (attention itself stays as it is). Slow first steps, faster later ones."""
     use_liger_kernels: bool = False
-    """Triton kernels of the package liger-kernel for norms, rotary embedding and SwiGLU; CUDA only. The package swaps
-    them in transformers' module of the family, so engines of the same family in the same process compute with them
-    too."""
+    """Use the Triton kernels of the package liger-kernel for norms, rotary embedding and SwiGLU; CUDA only. The package
+    swaps them into transformers' module of the family, so engines of the same family in the same process compute with
+    them too."""
     allow_unproven: bool = False
-    """Compute a model also where docs/models.md does not list its family as proven for what is asked of it. What is
-    known to be computed wrong stays refused."""
+    """Allow a model even if docs/models.md does not list its family as proven for what is asked of it. What is known to
+    be computed wrong stays refused."""
     max_tokens_per_micro_batch: PositiveInt = 4096
     """The hard cap on the tokens of one packed micro-batch on one data-parallel rank."""
 
@@ -189,71 +192,74 @@ class LayoutConfig(ComputeConfig):
 
 
 class FrozenEngineConfig(LayoutConfig):
-    """The layout of a model that is not trained: a reference, reward or teacher model. Weights in param_dtype."""
+    """The layout of a model that is not trained: a reference, reward or teacher model. Its weights are in
+    param_dtype."""
 
     strategy: Literal["fsdp2_infer"] = "fsdp2_infer"
     """A frozen engine has no optimizer."""
 
 
 class EngineConfig(LayoutConfig):
-    """The layout of the trained model, and what its backward pass costs."""
+    """The layout of the trained model, and how it is trained."""
 
     strategy: Literal["fsdp2_train"] = "fsdp2_train"
     """A training engine; frozen ones (fsdp2_infer) have a section of their own."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of trained weights between steps. bfloat16 halves their memory; updates are rounded stochastically,
-    by optimizer=adamw alone. With reduce_gradients=each_micro_batch the micro-batches' gradients add up in it too."""
+    """The dtype of trained weights between steps. bfloat16 halves their memory and needs optimizer=adamw, which rounds
+    updates stochastically. With reduce_gradients=each_micro_batch, gradients of micro-batches add up in this dtype
+    too."""
     reduce_dtype: DtypeName = "float32"
-    """The dtype that gradients are summed over ranks in, and with fsdp_size below the world size, or
+    """The dtype in which gradients are summed over ranks and, with fsdp_size below the world size or
     reduce_gradients=last_micro_batch, over micro-batches too."""
     reduce_gradients: Literal["each_micro_batch", "last_micro_batch"] = "each_micro_batch"
-    """When gradients are reduced over ranks. each_micro_batch: a rank never holds more than its shard of them between
-    two. last_micro_batch: one reduction per optimizer step, but every rank accumulates the whole gradient
+    """When gradients are reduced over ranks. each_micro_batch: between micro-batches a rank holds only its shard of
+    them. last_micro_batch: one reduction per optimizer step, but every rank accumulates the whole gradient
     (reduce_dtype bytes times all trained parameters)."""
     backward_prefetch: Annotated[int, Field(ge=0)] = 0
-    """Layers whose weights are gathered ahead of their backward, fewer than the model has; 0 leaves it to FSDP (one
+    """How many layers' weights are gathered ahead of their backward, fewer than the model has; 0 leaves it to FSDP (one
     layer)."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """full: a layer keeps its input only and is computed again in backward. selective: every n-th layer, or, with
-    checkpoint_every_layers null, all layers but with attention and half of the matrix products kept (of compiled layers
-    attention)."""
+    """Which activations are computed again in backward instead of kept. full: all of a layer except its input.
+    selective: the same for every n-th layer (checkpoint_every_layers); with that null, for all layers, except that the
+    results of attention and of half of the matrix products are kept (in compiled layers those of attention alone)."""
     checkpoint_every_layers: Annotated[int, Field(ge=2)] | None = None
     """With activation_checkpointing=selective: checkpoint every n-th layer instead of choosing by operation."""
     activation_offload: bool = False
-    """The inputs of checkpointed layers wait for backward in host memory."""
+    """Keep the inputs of checkpointed layers in host memory until backward."""
     optimizer_offload: bool = False
-    """In reinforcement learning the optimizer states leave the device while this engine is not trained: while others
-    work, while it scores, while its weights are synced."""
+    """In reinforcement learning, move the optimizer states off the device while this engine is not trained: while other
+    engines work, while it scores, while its weights are synced."""
     freeze_module_prefix: OneOrMore = Field(default_factory=list)
-    """Modules, by the beginning of their name (`model.embed_tokens`, or several in a list), that are not trained. With
-    lora, which freezes the whole base, those that get no adapter (`model.visual`)."""
+    """Modules that are not trained, by the beginning of their name (`model.embed_tokens`, or several in a list). With
+    lora, which freezes the whole base, modules that get no adapter (`model.visual`)."""
     freeze_router: bool = False
-    """The routers of a mixture of experts are not trained."""
+    """Do not train the routers of a mixture of experts."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the auxiliary loss that evens the load of experts, sequence by sequence; 0 leaves it out. The model's
-    config.json is not asked, as transformers does not ask it either unless output_router_logits is set."""
+    """Weight of the auxiliary loss that balances the load of experts, sequence by sequence; 0 leaves it out. The value
+    in the model's config.json is not used; transformers does not use it either unless output_router_logits is set."""
     router_metrics: Literal["summary", "layers", "experts"] = "summary"
-    """How much `train/router/` tells about the load of experts: of all layers together, of each, of each expert."""
+    """How much `train/router/` says about the load of experts: for all layers together, for each layer, or for each
+    expert."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""
 
     @property
     def has_float16_gradients(self) -> bool:
-        """Somewhere gradients are float16, whose small numbers only a loss scale saves from becoming 0."""
+        """Whether some gradients are float16, where only a loss scale keeps small numbers from becoming 0."""
         modules = [entry.param_dtype for entry in self.module_precision]
         return "float16" in (self.param_dtype, self.reduce_dtype, *modules)
 
     @property
     def checkpoints_by_operation(self) -> bool:
-        """Of a checkpointed layer some results are kept; without, its input alone."""
+        """Whether a checkpointed layer keeps some of its results; otherwise it keeps its input alone."""
         return self.activation_checkpointing == "selective" and self.checkpoint_every_layers is None
 
     def frozen(self) -> FrozenEngineConfig:
-        """A frozen engine on the same layout."""
+        """Returns the config of a frozen engine on the same layout."""
         return FrozenEngineConfig(**{name: getattr(self, name) for name in LayoutConfig.model_fields})
 
     def without_adapters(self) -> Self:
-        """A training engine on the same layout whose model is trained whole."""
+        """Returns the config of a training engine on the same layout whose model is trained whole."""
         return self.model_copy(update={"lora": None})
 
     @model_validator(mode="after")
@@ -311,11 +317,11 @@ class OptimizerConfig(Config):
     """The optimizer, its schedule, and the guards around a step."""
 
     optimizer: Literal["adamw", "adamw_cpu", "adamw_8bit", "muon"] = "adamw"
-    """adamw. adamw_cpu: its states live in host memory and the update is computed there. adamw_8bit: those of matrices
-    are quantised (needs torchao or bitsandbytes). muon: orthogonalised momentum for the matrices of the layers, AdamW
-    for embeddings, output projection, fused experts, norms and biases."""
+    """adamw. adamw_cpu: AdamW whose states live in host memory, where the update is computed. adamw_8bit: AdamW with
+    quantized states of matrices (needs torchao or bitsandbytes). muon: orthogonalized momentum for the matrices of the
+    layers, AdamW for embeddings, output projection, fused experts, norms and biases."""
     adamw_implementation: Literal["fused", "foreach"] = "fused"
-    """The kernel of AdamW."""
+    """Which kernel AdamW uses."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """The peak learning rate."""
     module_learning_rates: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
@@ -324,15 +330,15 @@ class OptimizerConfig(Config):
     muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay rate of Muon's momentum (Nesterov)."""
     muon_num_iterations: Annotated[int, Field(ge=1, le=99)] = 5
-    """Newton-Schulz iterations that orthogonalise an update."""
+    """Newton-Schulz iterations that orthogonalize an update."""
     muon_adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """How the learning rate of a matrix depends on its shape: original (Jordan et al. 2024), or scaled so that updates
     are as large as AdamW's and one learning rate serves both (Moonshot AI 2025)."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """The shape after warm-up. wsd is warm-up, stable, then a linear decay over the last `lr_decay_steps`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps over which the learning rate rises linearly from 0. A run that is no longer than this and the
-    final decay never reaches its peak, and is warned of."""
+    """Optimizer steps over which the learning rate rises linearly from 0. A run that is no longer than this plus the
+    final decay never reaches the peak, and gets a warning."""
     lr_decay_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of the final decay; only for lr_schedule wsd."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -13,10 +13,10 @@ class _Environment(Choice):
     tag: ClassVar[str] = "type"
 
     max_turns: PositiveInt = 8
-    """The policy's turns in one completion."""
+    """The most turns of the policy in one completion."""
     timeout_seconds: Deadline = 60.0
-    """Of one call of a method of the environment; one that takes longer is a failure of its completion. An agent has so
-    long from one turn of the policy's to its next request, or to its end."""
+    """How long one call of a method of the environment may take; a longer one is a failure of its completion. An agent
+    has this long from one turn of the policy to its next request, or to its end."""
     max_concurrent_calls: PositiveInt = 64
     """Environments that are called at the same time, or agents that run at the same time."""
 
@@ -26,8 +26,8 @@ class CustomEnvironment(_Environment):
 
     import_key: ClassVar[str] = "path"
     type: Literal["custom"] = "custom"
-    """custom: a class of your own, which is what a group without a type is; tools: functions that the policy may
-    call; agent: a program that asks the policy through an OpenAI-compatible endpoint."""
+    """custom: a class of your own, also where the group has no type; tools: functions that the policy may call; agent:
+    a program that asks the policy through an OpenAI-compatible endpoint."""
     path: PathText
     """`path/to/file.py:Class` or `package.module:Class` with reset(example), step(response), reward() and close()
     (docs/environments.md); every completion gets an instance of its own."""
@@ -41,16 +41,16 @@ class ToolsEnvironment(_Environment):
     type: Literal["tools"] = "tools"
     """tools: functions that the policy may call."""
     functions: Annotated[list[PathText], Field(min_length=1)]
-    """Import paths, `path/to/file.py:name` or `package.module:name`. Type hints and a docstring with Args describe them
-    to the policy, through the chat template. Rows may offer some of them only (data.tools_column)."""
+    """Import paths, `path/to/file.py:name` or `package.module:name`. Type hints and a docstring with Args describe the
+    functions to the policy, through the chat template. A row may offer only some of them (data.tools_column)."""
     call_format: CallFormat = "hermes"
     """How the policy writes a call: hermes (Hermes, Qwen2.5, Qwen3) or qwen (Qwen3-Coder)."""
     tool_timeout_seconds: Deadline = 30.0
-    """Of one call; the policy is told about a longer one. All calls of a turn run at the same time."""
+    """How long one call may take; the policy is told of a longer one. All calls of a turn run at the same time."""
     max_calls_per_turn: PositiveInt = 16
-    """The policy is told that further calls of a turn were too many; they are not made."""
+    """The most calls in one turn; further ones are not made, and the policy is told that they were too many."""
     max_result_chars: PositiveInt = 4096
-    """What a call returns is cut here."""
+    """The most characters of what a call returns; the rest is cut off."""
 
     @model_validator(mode="after")
     def _calls_fit_into_a_step(self) -> Self:
@@ -82,8 +82,8 @@ class AgentEnvironment(_Environment):
     """How the policy writes a call of one of the tools in a request: hermes (Hermes, Qwen2.5, Qwen3) or qwen
     (Qwen3-Coder)."""
     max_wait_seconds: Deadline = 0.1
-    """Requests are generated together as soon as every running agent waits for one, or the first of them has waited so
-    long. The draws do not depend on it; another batch rounds otherwise."""
+    """Requests are generated together as soon as every running agent waits for one, or the first of them has waited
+    this long. Random draws do not depend on it, but rounding does, as batches differ."""
 
 
 def _as_group(given: Any) -> Any:

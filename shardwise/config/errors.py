@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend. The command line prints them as one line, without a traceback."""
+"""Errors that are the user's to fix: the command line prints them as one line, without a traceback."""
 
 import errno
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ _REMEDIES: Mapping[int, str] = {
     errno.ELOOP: "its links lead in a circle; give what they should lead to",
     errno.ENOTDIR: "a part of it is a file; give a path through folders",
 }
-"""By what the operating system says of a path."""
+"""errno of an operating system's error about a path -> what the user can do."""
 
 
 class UserError(Exception):
     """Something the user gave cannot be used; the message says what was given, what is allowed and how to fix it."""
 
     is_shared = False
-    """Every rank raises it, in the same words."""
+    """Whether every rank raises it, in the same words."""
 
 
 class ConfigError(UserError):
@@ -34,7 +34,7 @@ class ModelError(UserError):
 
 
 class DamagedError(ModelError):
-    """A file that is missing, or is not what was written."""
+    """A file that is missing, or does not hold what was written."""
 
 
 class ExportError(UserError):
@@ -50,17 +50,18 @@ class NotFiniteError(TrainingError):
 
 
 class EngineLostError(RuntimeError):
-    """The process of a rollout engine was lost more often than it may be replaced. Nobody gave anything wrong, and the
-    same command may do better; the message quotes other programs, so that its words tell nothing else."""
+    """The process of a rollout engine was lost more often than it may be replaced. It is no mistake of the user's, and
+    the same command may succeed. The message quotes other programs, so its words say nothing about the kind of
+    error."""
 
 
 class JudgeLostError(Exception):
     """A judge that could not be reached, or was too busy, at every attempt, or a process of reward functions that was
-    killed while it imported them. Nobody need have given anything wrong, and the same command may do better."""
+    killed while it imported them. It need not be a mistake of the user's, and the same command may succeed."""
 
 
 class PeerLostError(RuntimeError):
-    """Another process of the job is gone or silent. What ended it is the cause, and tells itself."""
+    """Another process of the job is gone or silent. The cause is what ended that process, which reports it itself."""
 
 
 class RewardError(UserError):
@@ -68,7 +69,7 @@ class RewardError(UserError):
 
 
 def error_text(error: BaseException) -> str:
-    """What an exception says, also one of user code's that cannot say it."""
+    """Returns the message of an exception, even of one from user code whose __str__ raises."""
     try:
         return str(error)
     except (Exception, SystemExit) as trouble:
@@ -76,7 +77,7 @@ def error_text(error: BaseException) -> str:
 
 
 def as_user_error(error: BaseException) -> BaseException:
-    """The error, as a ConfigError if it is of a path that the operating system refuses for what the path is."""
+    """Returns the error; as a ConfigError if the operating system refuses a path for a reason that the user can fix."""
     if not isinstance(error, OSError) or error.filename is None:
         return error
     remedy = _REMEDIES.get(error.errno or 0)

@@ -45,7 +45,7 @@ class AbsPlus(Choice):
 
 
 class K2Plus(Choice):
-    """k2, whose own gradient it is: the same as k2."""
+    """The same as k2, whose own gradient it is."""
 
     name: Literal["k2+"] = "k2+"
 

@@ -9,7 +9,7 @@ from shardwise.config.base import Choice, WholeDeadline, by_type
 
 
 class Colocated(Choice):
-    """Every rank does both in turn."""
+    """Every rank trains and samples in turn."""
 
     tag: ClassVar[str] = "type"
     type: Literal["colocated"] = "colocated"
@@ -25,19 +25,20 @@ class Split(Choice):
     type: Literal["split"] = "split"
     """split: the last ranks of the job only sample."""
     num_ranks: PositiveInt = 1
-    """So many ranks sample."""
+    """How many ranks sample: the last ones of the job."""
     timeout_seconds: WholeDeadline = 3600
     """How long a sampling rank may take for one batch of requests, however many of them it has answered by then."""
     medium: Literal["process_group", "shared_memory", "disk"] = "process_group"
-    """What carries the policy's weights to the ranks that sample: broadcasts (gloo, NCCL), host memory that all of them
-    have mapped, which needs them on the host of rank 0, or safetensors files in `folder`."""
+    """What carries the policy's weights to the ranks that sample. process_group: broadcasts (gloo, NCCL).
+    shared_memory: host memory that all of them have mapped, which needs them on the host of rank 0. disk: safetensors
+    files in `folder`."""
     folder: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
-    """With medium=disk: a folder that rank 0 and the ranks that sample share, and nothing else uses: not another run
-    (trainer.output_dir tells them apart), which is refused. The newest version stays in it when the run ends, to be
-    loaded by other engines; with `delta` it is only what changed since the version before, which none can load."""
+    """With medium=disk: a folder that rank 0 and the ranks that sample share and that nothing else uses; another run
+    (told apart by trainer.output_dir) is refused. The newest version stays in it when the run ends, for other engines
+    to load; with `delta` it is only what changed since the version before, which none can load."""
     delta: bool = False
     """Send only the elements whose value in engine.param_dtype a step has changed. Rank 0 keeps a copy of the weights
-    in that dtype. Changes no number; sync/bytes tells what it saves."""
+    in that dtype. Changes no number; the metric sync/bytes shows what it saves."""
 
     @model_validator(mode="after")
     def _require_folder_of_disk(self) -> Self:

@@ -1,4 +1,4 @@
-"""What preference training, reward models and distillation add: their losses."""
+"""The losses of preference training, reward models and distillation."""
 
 from typing import Annotated, Literal
 
@@ -28,13 +28,13 @@ class Ipo(Choice):
 
 
 class Simpo(Choice):
-    """Length-normalised logprobs instead of a reference policy."""
+    """Length-normalized logprobs instead of a reference policy."""
 
     name: Literal["simpo"] = "simpo"
     beta: PositiveFloat = 2.0
     """The scale of the margin."""
     gamma: NonNegativeFloat = 1.0
-    """The margin that a pair should have, in units of the scaled one."""
+    """The margin that a pair should have, in units of the scaled margin."""
 
 
 class Orpo(Choice):
@@ -61,16 +61,16 @@ class CustomPreference(Custom):
     """A custom loss, on pairs or on labelled answers."""
 
     is_paired: bool = True
-    """false: of answers that are desirable or not, as kto's; with a reference there is an estimate of the divergence
-    from it too."""
+    """true: a loss of pairs. false: a loss of single answers that are desirable or not, like kto; with a reference it
+    also gets an estimate of the divergence from that."""
     uses_reference: bool = True
-    """Whether it compares with a reference policy; false builds none, and ref_sums are 0."""
+    """Whether the loss compares with a reference policy; false builds none, and ref_sums are 0."""
 
 
 PreferenceLoss = Annotated[Dpo | Ipo | Simpo | Orpo | Kto | CustomPreference, Field(discriminator="name"), named("dpo")]
 
 REFERENCE_FREE = frozenset({"simpo", "orpo"})
-"""Those that need no reference policy."""
+"""Losses that need no reference policy."""
 
 
 class BradleyTerry(Choice):
@@ -97,7 +97,7 @@ class ReverseKl(Choice):
 
 
 class JensenShannon(Choice):
-    """Both, each against their mixture."""
+    """The KL divergence of teacher and of student, each from their mixture."""
 
     name: Literal["jensen_shannon"] = "jensen_shannon"
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -111,8 +111,9 @@ class DistillationConfig(Config):
     """How the student follows the teacher."""
 
     divergence: Divergence = ForwardKl.defaults()
-    """Over the whole vocabulary, per token; a name, {name, parameters}, or an import path."""
+    """The divergence between teacher and student, per token over the whole vocabulary; a name, {name, parameters}, or
+    an import path."""
     temperature: Temperature = 1.0
-    """Of both distributions."""
+    """The temperature of both distributions."""
     cross_entropy_coef: NonNegativeFloat = 0.0
-    """The weight of the cross-entropy of the data's own tokens beside it."""
+    """The weight of the cross-entropy of the data's own tokens, which is added to the divergence."""

@@ -54,7 +54,8 @@ class _CommandConfig(Config):
     @field_validator("reference", "critic", "teacher", "teachers", mode="before", check_fields=False)
     @classmethod
     def _keys_not_given_are_those_of_engine(cls, given: Any, info: ValidationInfo) -> Any:
-        """Of every other layout: the keys that a group leaves out are what null would take for all."""
+        """Fills in the keys that the group of another layout leaves out: from `engine`, as null would for all of
+        them."""
         if "engine" not in info.data:  # it has errors of its own
             return given
         engine: EngineConfig = info.data["engine"]
@@ -92,13 +93,15 @@ class PreferenceConfig(_CommandConfig):
     data: PreferenceDataConfig = PreferenceDataConfig.defaults()
     engine: EngineConfig = EngineConfig.defaults()
     loss: PreferenceLoss = Dpo.defaults()
-    """What is learnt from a pair; a name, {name, parameters}, or an import path."""
+    """The loss of a pair of answers or, with kto, of a labelled answer; a name, {name, parameters}, or an import
+    path."""
     reference: FrozenEngineConfig | None = None
-    """The layout of the frozen reference policy. Keys of it that are not given are those of `engine`, whatever their
-    default; null takes all of them."""
+    """The layout of the frozen reference policy. Keys that are not given are taken from `engine`, not from their
+    defaults; null takes all of them from there."""
     reference_logprobs: Literal["each_step", "before_training"] = "each_step"
-    """each_step: from a frozen second engine, or from the policy without its adapters. before_training: the policy
-    scores all rows before its first step, when it still is the reference; no second engine."""
+    """Where the reference's logprobs come from. each_step: from a frozen second engine, or from the policy without its
+    adapters. before_training: from the policy, which scores all rows before its first step, when it still is the
+    reference; no second engine."""
     trainer: BatchTrainerConfig = BatchTrainerConfig.defaults()
 
     @property
@@ -115,8 +118,8 @@ class PreferenceConfig(_CommandConfig):
 
     @property
     def estimates_kl(self) -> bool:
-        """Whether every step compares the prompts with the answers to others, which say how far the policy has moved
-        from the reference."""
+        """Whether every step also scores prompts with answers to other prompts, to estimate how far the policy has
+        moved from the reference."""
         return self.uses_reference and not self.is_paired
 
     @property
@@ -125,7 +128,7 @@ class PreferenceConfig(_CommandConfig):
         return self.uses_reference and self.reference_logprobs == "each_step" and self.engine.lora is None
 
     def reference_layout(self) -> FrozenEngineConfig:
-        """How the reference policy is laid out."""
+        """Returns the layout of the reference policy."""
         return self.engine.frozen() if self.reference is None else self.reference
 
     @model_validator(mode="after")
@@ -176,9 +179,9 @@ class TeacherConfig(Config):
     model: ModelConfig
     """The teacher, with the vocabulary of its student."""
     engine: FrozenEngineConfig | None = None
-    """Its layout. Keys of it that are not given are those of the student's `engine`, whatever their default; null takes
-    all of them. In `distill` both work on the same micro-batches, which the smaller `max_tokens_per_micro_batch` of the
-    two caps."""
+    """Its layout. Keys that are not given are taken from the student's `engine`, not from their defaults; null takes
+    all of them from there. In `distill` both work on the same micro-batches, capped by the smaller
+    `max_tokens_per_micro_batch` of the two."""
 
 
 class DistillConfig(_CommandConfig):
@@ -192,7 +195,7 @@ class DistillConfig(_CommandConfig):
     trainer: BatchTrainerConfig = BatchTrainerConfig.defaults()
 
     def teacher_layout(self) -> FrozenEngineConfig:
-        """How the teacher is laid out."""
+        """Returns the layout of the teacher."""
         return self.engine.frozen() if self.teacher.engine is None else self.teacher.engine
 
     @model_validator(mode="after")
@@ -213,7 +216,7 @@ class RewardModelConfig(_CommandConfig):
     data: PreferenceDataConfig = PreferenceDataConfig.defaults()
     engine: EngineConfig = EngineConfig.defaults()
     loss: RewardModelLoss = BradleyTerry.defaults()
-    """What is learnt from a pair; a name, {name, parameters}, or an import path."""
+    """The loss of a pair of answers; a name, {name, parameters}, or an import path."""
     trainer: BatchTrainerConfig = BatchTrainerConfig.defaults()
 
     @model_validator(mode="after")
@@ -230,13 +233,13 @@ class CriticConfig(Config):
     """PPO's critic: a second model that learns the value of every token."""
 
     model: ModelConfig | None = None
-    """The folder it starts from, a saved critic or a causal language model, which gets a value head (drawn from one
-    seed, the same in every run and layout); null takes that of the policy."""
+    """The model it starts from: a saved critic, or a causal language model, which gets a value head (drawn from one
+    seed, the same in every run and layout); null takes the policy's."""
     engine: EngineConfig | None = None
-    """Its layout. Keys of it that are not given are those of the policy's `engine`, whatever their default, but for its
-    adapters (lora); null takes all of them."""
+    """Its layout. Keys that are not given are taken from the policy's `engine`, not from their defaults, except its
+    adapters (lora); null takes all of them from there."""
     optimizer: OptimizerConfig = OptimizerConfig.defaults()
-    """How it learns."""
+    """The critic's optimizer, with a learning rate and schedule of its own."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Critic warm-up: in the first n steps of the run only the critic is trained."""
     value_loss: ValueLoss = ClippedValueLoss.defaults()
@@ -255,7 +258,7 @@ class SourceTeacherConfig(TeacherConfig):
     """A frozen model whose logprobs the policy learns to match on its own completions."""
 
     data_source: str | None = None
-    """Teaches the rows of this source; null teaches those that no other teacher has."""
+    """The data source whose rows it teaches; null teaches the rows that no other teacher has."""
 
 
 class RLConfig(_CommandConfig):
@@ -265,8 +268,8 @@ class RLConfig(_CommandConfig):
     data: PromptDataConfig = PromptDataConfig.defaults()
     engine: EngineConfig = EngineConfig.defaults()
     reference: FrozenEngineConfig | None = None
-    """The layout of the frozen reference policy, where algorithm.kl_coef needs one. Keys of it that are not given are
-    those of `engine`, whatever their default; null takes all of them."""
+    """The layout of the frozen reference policy, where algorithm.kl_coef needs one. Keys that are not given are taken
+    from `engine`, not from their defaults; null takes all of them from there."""
     critic: CriticConfig | None = None
     """PPO's critic, which algorithm.advantage=gae needs and a custom advantage may have."""
     teachers: list[SourceTeacherConfig] = Field(default_factory=list)
@@ -316,24 +319,24 @@ class RLConfig(_CommandConfig):
         return self.reward is not None and self.reward.masks_failed
 
     def layouts(self) -> dict[str, LayoutConfig]:
-        """The layout of every engine that works on samples, by its key."""
+        """Returns config key -> layout of every engine that works on samples."""
         layouts: dict[str, LayoutConfig] = {"engine": self.engine, "reference": self.reference_layout()}
         if self.critic is not None:
             layouts["critic.engine"] = self.critic_layout()
         return layouts | {f"teachers.{n}.engine": self.teacher_layout(t) for n, t in enumerate(self.teachers)}
 
     def reference_layout(self) -> FrozenEngineConfig:
-        """How the reference policy is laid out."""
+        """Returns the layout of the reference policy."""
         return self.engine.frozen() if self.reference is None else self.reference
 
     def critic_layout(self) -> EngineConfig:
-        """How the critic is laid out."""
+        """Returns the layout of the critic."""
         if self.critic is None or self.critic.engine is None:
             return self.engine.without_adapters()
         return self.critic.engine
 
     def teacher_layout(self, teacher: TeacherConfig) -> FrozenEngineConfig:
-        """How a teacher is laid out."""
+        """Returns the layout of a teacher."""
         return self.engine.frozen() if teacher.engine is None else teacher.engine
 
     def _require_room_for_sequences(self) -> None:
@@ -465,15 +468,15 @@ class EvalSettings(Config):
     """What `shardwise eval` measures."""
 
     num_samples: PositiveInt = 1
-    """Completions per prompt. 1 decodes greedily; more are sampled at rollout.temperature and give pass@k, mean@n
-    and maj@n, on what is judged (of several turns the last), beside the greedy accuracy."""
+    """Completions per prompt. 1 decodes greedily; more are sampled at rollout.temperature and give pass@k, mean@n and
+    maj@n, on what is judged (the last of several turns), beside the greedy accuracy."""
     output_dir: Annotated[PathText, Field(min_length=1)] = "runs/eval"
     """Where results.json, samples.jsonl and config.yaml go."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seeds the sampling."""
     stall_timeout_seconds: Deadline | None = 7200.0
-    """How long rank 0 may sample without being done with a prompt, or judge them, before the command ends as one that
-    hangs, with the stacks of every rank. null: no limit."""
+    """How long rank 0 may sample without finishing a prompt, or judge completions, before the command is taken for hung
+    and ends, with the stacks of every rank. null: no limit."""
 
 
 class EvalConfig(_CommandConfig):
@@ -516,12 +519,12 @@ RECIPES: dict[str, type[RecipeConfig]] = {
     "rl": RLConfig,
     "eval": EvalConfig,
 }
-"""By the names of their commands."""
+"""Name of a command -> its config class."""
 
 
 def longest_sequence(config: RecipeConfig) -> tuple[str, int]:
-    """The keys that limit the sequences of a recipe's models, and the tokens that they allow. Not those of reward
-    models, which read the words with tokenizers of their own."""
+    """Returns the keys that limit the sequences of a recipe's models, and how many tokens they allow. Reward models are
+    left out: they read the text with tokenizers of their own."""
     if isinstance(config, RLConfig | EvalConfig):
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         return "data.max_prompt_tokens + rollout.max_response_tokens", longest
@@ -529,7 +532,7 @@ def longest_sequence(config: RecipeConfig) -> tuple[str, int]:
 
 
 def _completed(given: Any, default: Config) -> Any:
-    """A group of keys with those of `default` that it lacks, in groups within it too."""
+    """Returns a group of keys with those that it lacks taken from `default`, in the groups within it too."""
     if not isinstance(given, dict):
         return given
     inner = {key: _completed(given[key], value) for key, value in default if key in given and isinstance(value, Config)}
@@ -537,7 +540,7 @@ def _completed(given: Any, default: Config) -> Any:
 
 
 def _with_layout(given: Any, default: LayoutConfig) -> Any:
-    """A model with the layout that it has (`engine`) completed."""
+    """Returns the group of a model with its layout (`engine`), if it has one, completed from `default`."""
     if not isinstance(given, dict) or "engine" not in given:
         return given
     return given | {"engine": _completed(given["engine"], default)}
@@ -573,7 +576,7 @@ def _require_environment(reward: RewardConfig | None, rollout: SamplingConfig, d
 
 
 def _require_context(rollout: SamplingConfig, data: EvalDataConfig) -> None:
-    """The rollout engine takes every prompt with its completion."""
+    """Checks that the longest prompt with the longest completion fits into the rollout engine's context."""
     if rollout.engine.context_limit is None:
         return
     key, limit = rollout.engine.context_limit
@@ -587,7 +590,7 @@ def _require_context(rollout: SamplingConfig, data: EvalDataConfig) -> None:
 
 
 def _require_files(data: DataConfig, trainer: TrainerConfig) -> None:
-    """Rows to train on, and held-out ones where trainer.keep_best goes by them."""
+    """Checks that there are files to train on, and held-out ones where trainer.keep_best needs them."""
     if not data.train_files:
         raise ValueError("data.train_files is empty; give at least one jsonl or parquet file or datasets folder")
     best = trainer.keep_best
@@ -599,7 +602,7 @@ def _require_files(data: DataConfig, trainer: TrainerConfig) -> None:
 
 
 def _require_room(data: SequenceDataConfig, layouts: Mapping[str, LayoutConfig], *, num_together: int = 1) -> None:
-    """What shares a micro-batch fits into one, in every engine."""
+    """Checks that the longest sequences that must share a micro-batch fit into one, in every engine."""
     needed = num_together * data.max_sequence_tokens
     for name, layout in layouts.items():
         if needed > layout.max_tokens_per_micro_batch:
@@ -613,7 +616,7 @@ def _require_room(data: SequenceDataConfig, layouts: Mapping[str, LayoutConfig],
 
 
 def _require_defaults(data: PreferenceDataConfig, keys: Iterable[str], where: str) -> None:
-    """Columns that nothing reads are not given."""
+    """Checks that columns which nothing reads are not set."""
     for key in keys:
         if (given := getattr(data, key)) != PreferenceDataConfig.model_fields[key].default:
             raise ValueError(f"data.{key}={given} has no effect with {where}; remove it")

@@ -23,25 +23,26 @@ def describe(cls: type[Config]) -> None:
     for group in _groups_within(cls):
         for part in reversed(group.__mro__):
             for name, text in _strings_of(part).items():
-                if name in group.model_fields:  # and no variable of the class
+                if name in group.model_fields:  # a key, not a variable of the class
                     group.model_fields[name].description = text
         group.model_rebuild(force=True)
 
 
 def json_schema(cls: type[Config]) -> dict[str, Any]:
-    """Of a config class, with descriptions."""
+    """Returns the JSON schema of a config class, with descriptions."""
     describe(cls)
     return cls.model_json_schema()
 
 
 def markdown(cls: type[Config], *, title: str) -> str:
-    """A table of every key of a config class: key, default, meaning."""
+    """Returns a table of every key of a config class: key, default, meaning."""
     describe(cls)
     return "\n".join([*_heading(cls, title), *_rows(cls, ""), ""])
 
 
 def page(commands: Mapping[str, type[Config]]) -> str:
-    """The keys of several commands, each once: first what more than one of them has, then what each has alone."""
+    """Returns the tables of several commands, each key once: first keys of more than one command, then each one's
+    own."""
     blocks = {name: _blocks(cls) for name, cls in commands.items()}
     owners: dict[tuple[str, ...], list[str]] = {}
     for name, found in blocks.items():
@@ -67,7 +68,8 @@ def page(commands: Mapping[str, type[Config]]) -> str:
 
 
 def _blocks(cls: type[Config]) -> list[tuple[str, ...]]:
-    """The rows of a config class: of each key in a section those of all that is in it, together."""
+    """Returns the table rows of a config class: one block for each key of a section, with the rows of all keys below
+    it."""
     describe(cls)
     found = []
     for name, field in cls.model_fields.items():
@@ -92,7 +94,7 @@ def _heading(cls: type[Config], title: str) -> list[str]:
 
 
 def _groups_within(cls: type[Config]) -> list[type[Config]]:
-    """The class and all groups in it, each once, after those in it."""
+    """Returns the class and all groups in it, each once and after the groups that it holds."""
     found: dict[type[Config], None] = {}
     for field in cls.model_fields.values():
         for group in groups_of(field.annotation):
@@ -101,7 +103,7 @@ def _groups_within(cls: type[Config]) -> list[type[Config]]:
 
 
 def _strings_of(cls: type[Any]) -> Mapping[str, str]:
-    """By the name of a field of its own the string under it."""
+    """Returns name -> the string under it, for the fields that the class itself declares."""
     if not issubclass(cls, Config) or cls is Config:
         return {}
     body = next(part.body for part in _classes_of(cls.__module__) if part.name == cls.__name__)
@@ -154,7 +156,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The values of a Literal, also inside an optional, and the tags of choices."""
+    """Returns the values of a Literal, also inside an optional, and the tags of choices."""
     if get_origin(annotation) in (Union, UnionType, Annotated):
         return [choice for part in get_args(annotation) for choice in _choices(part)]
     if isinstance(annotation, type) and issubclass(annotation, Config):

@@ -41,30 +41,30 @@ _RUN_KEYS = (
     *("trainer.faults", "rollout.engine.allow_unproven"),
 )
 MAY_CHANGE = frozenset((*_RUN_KEYS, *(f"{engine}.{key}" for engine in _ENGINES for key in _LAYOUT_KEYS)))
-"""What changes no number of the training beyond rounding. Of lists, the keys without the places in them."""
+"""Keys that change no number of the training beyond rounding; keys in lists are written without the index."""
 _TENSOR_KEYS = (
     *("master_dtype", "freeze_module_prefix", "freeze_router", "lora.rank", "lora.use_dora"),
     *("lora.target_modules", "lora.target_parameters", "lora.modules_to_save"),
 )
 _SCALED_KEYS = ("param_dtype", "reduce_dtype", "module_precision.param_dtype")
-"""float16 in one of them brings a loss scale."""
+"""Keys of dtypes: float16 in one of them brings a loss scale."""
 _TRAINED = {"engine": "trainer.optimizer", "critic.engine": "critic.optimizer.optimizer"}
-"""Engines with a training state, and what names their optimizer."""
+"""Key of an engine with a training state -> key that names its optimizer."""
 _ALIKE = frozenset(("adamw", "adamw_cpu"))
-"""Optimizers whose states are the same."""
+"""Optimizers that have the same states."""
 _ROW_KEYS = ("data", "model", "loss", "rollout.environment")
 """Groups that decide which rows are trained on: what is read, how long it becomes, what is left out."""
 LENGTH_KEYS = frozenset(("trainer.total_steps", "trainer.num_epochs"))
-"""May change too where no learning rate depends on how long the run is."""
+"""Keys that may change too, where no learning rate depends on the length of the run."""
 
 
 def changes_that_matter(
     before: dict[str, Any], config: TrainingConfig, *, allowed: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """The keys whose values differ, without those that may: (before, now).
+    """Returns key -> (before, now) for every key whose value differs and may not.
 
     Args:
-        before: the tree of the earlier config, every default of its time written out.
+        before: the tree of the earlier config, with every default of its time written out.
         allowed: keys, and groups of keys, that may differ too.
     """
     kind, now = type(config), config.model_dump(mode="json")
@@ -77,8 +77,8 @@ def changes_that_matter(
 
 
 def changes_of_state(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Of `changes_that_matter`, the keys with which an engine keeps other masters, states or numbers between steps, so
-    that it cannot take over those of the earlier one, whatever trainer.resume_allow says."""
+    """Returns the keys among `changes_that_matter` that change what masters, states or numbers an engine keeps between
+    steps, so that it cannot take over those of the earlier one, whatever trainer.resume_allow says."""
     tensors = {f"{engine}.{key}" for engine in _TRAINED for key in _TENSOR_KEYS}
     scaled = {f"{engine}.{key}" for engine in _TRAINED for key in _SCALED_KEYS}
     found = []
@@ -91,7 +91,8 @@ def changes_of_state(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
 
 
 def is_among(key: str, names: Sequence[str]) -> bool:
-    """Whether a key, with places in lists, is one of the names or within a group of that name; these have none."""
+    """Whether a key, which may have list indices in it, is one of the names, or in a group of that name; names have no
+    indices."""
     return any(_is_within(without_places(key), name) for name in names)
 
 
@@ -111,7 +112,7 @@ def require_known_keys(allowed: Sequence[str], config: TrainingConfig) -> None:
 
 
 def _with_defaults(tree: dict[str, Any], kind: type[TrainingConfig]) -> dict[str, Any] | None:
-    """The tree with keys that it lacks; None: it is no config (any more)."""
+    """Returns the tree with the keys that it lacks, at their defaults; None where it is no valid config (any more)."""
     try:
         return kind.parse(tree, origin="the checkpoint").model_dump(mode="json")
     except ConfigError:
@@ -119,8 +120,8 @@ def _with_defaults(tree: dict[str, Any], kind: type[TrainingConfig]) -> dict[str
 
 
 def _asking_for_layouts_of(tree: Any, other: Any, key: str = "") -> Any:
-    """A tree with an empty group, which takes the keys of `engine`, where its layout of a model is null, which takes
-    them too, and the other one spells it out."""
+    """Returns the tree with {} in place of each null layout of a model that the other tree spells out. Either takes
+    the keys of `engine`, but {} is then completed with them, so that the two can be compared key by key."""
     if tree is None and isinstance(other, dict) and without_places(key) in _ENGINES:
         return {}
     if isinstance(tree, dict) and isinstance(other, dict):
@@ -139,7 +140,8 @@ def _may_be_of_any_length(config: TrainingConfig) -> bool:
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value by its dotted key; of lists of groups too, with the places in them. Empty groups are values."""
+    """Yields (dotted key, value) for every value, also in lists of groups, whose keys have the index in them. Empty
+    groups are values."""
     children: list[tuple[Any, Any]] = []
     if isinstance(tree, dict):
         children = list(tree.items())
@@ -156,7 +158,7 @@ def _below(path: str, key: str | int) -> str:
 
 
 def without_places(key: str) -> str:
-    """The key as trainer.resume_allow takes it: `teachers.model.path` for `teachers.0.model.path`."""
+    """Returns the key as trainer.resume_allow takes it: `teachers.model.path` for `teachers.0.model.path`."""
     return ".".join(part for part in key.split(".") if not part.isdigit())
 
 

@@ -10,7 +10,7 @@ from shardwise.config.base import Arguments, Choice, Config, Deadline, PathText
 from shardwise.config.engine import FrozenEngineConfig, ModelConfig
 
 _AROUND = r"(?:(?![:=./\-\u2010-\u2015\u2212])[\W_])*"
-"""White space, quotes and Markdown around a colon; nothing that may belong to a number, and no second colon."""
+"""Matches white space, quotes and Markdown around a colon; nothing that may belong to a number, and no second colon."""
 
 
 class FunctionReward(Choice):
@@ -19,13 +19,13 @@ class FunctionReward(Choice):
     tag: ClassVar[str] = "type"
     import_key: ClassVar[str] = "function"
     type: Literal["function"] = "function"
-    """function: a Python function by its import path, which is what an entry without a type is; judge: a language model
-    behind an endpoint."""
+    """function: a Python function by its import path, also where an entry has no type; judge: a language model behind
+    an endpoint."""
     function: PathText
     """`path/to/file.py:name` or `package.module:name`, called as
     compute_score(data_source, solution_str, ground_truth, extra_info); returns a number, or a dict with "score"."""
     name: str = ""
-    """Names the entry in metrics and errors; not given it is the function's own name. It may not be acc."""
+    """Names the entry in metrics and errors; by default the function's own name. It may not be acc."""
     weight: float = 1.0
     """The factor of this score in the reward."""
     parameters: Arguments = Field(default_factory=dict)
@@ -62,15 +62,15 @@ class JudgeReward(Choice):
     api_key_env: str | None = None
     """The environment variable that holds the key; null sends none."""
     temperature: NonNegativeFloat = 0.0
-    """Of the judge's own sampling."""
+    """The temperature that the judge samples its answer at."""
     max_tokens: PositiveInt = 512
-    """Of one answer."""
+    """The most tokens of one answer of the judge."""
     requests_per_second: Annotated[float, Field(ge=0.001)] = 10.0
-    """Requests are started at this rate at most, retries included; a second's worth may start at once."""
+    """The highest rate at which requests are started, retries included; a second's worth may start at once."""
     max_concurrent_requests: PositiveInt = 16
-    """Requests that are under way at the same time."""
+    """The most requests under way at the same time."""
     timeout_seconds: Deadline = 60.0
-    """Of one request, from connecting to the last byte."""
+    """The limit on one request, from connecting to the last byte."""
     max_retries: NonNegativeInt = 3
     """Further attempts after 408, 429, a 5xx status, a timeout or a broken connection, with growing random pauses or
     the server's Retry-After."""
@@ -106,11 +106,11 @@ class ModelReward(Choice):
     """A folder of `shardwise reward-model`, or any sequence classifier with one label; it is given the messages in its
     own chat template."""
     engine: FrozenEngineConfig = FrozenEngineConfig.defaults()
-    """Its layout. Keys of it that are not given have their defaults, whatever the policy's `engine` says."""
+    """Its layout. Keys that are not given have their defaults, whatever the policy's `engine` says."""
 
 
 class EnvironmentReward(Choice):
-    """What the environment's reward() says at the end of a completion."""
+    """The reward that the environment gives at the end of a completion."""
 
     tag: ClassVar[str] = "type"
     type: Literal["environment"] = "environment"
@@ -146,17 +146,17 @@ class RewardConfig(Config):
     the functions took; a call that needs more fails, usually with a MemoryError. null sets no limit: the kernel may
     then kill any process of the machine."""
     on_failure: Literal["abort", "value", "mask"] = "abort"
-    """A call that raises, hangs, dies or returns something that is not a finite number: stop the run, use
-    `failure_value` as its score and count it, or leave the completion out of training and of its group's statistics and
-    count it."""
+    """What to do about a call that raises, hangs, dies or returns something that is not a finite number. abort: stop
+    the run. value: use `failure_value` as its score, and count it. mask: leave the completion out of training and of
+    its group's statistics, and count it."""
     failure_value: float = 0.0
     """The score of a failed call with on_failure=value."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """With on_failure=mask and value: the run stops where more than this share of the calls of one step (all rounds of
-    sampling so far) fails; 1 never stops."""
+    """With on_failure=mask or value: the run stops where more than this share of the calls of one step (all rounds of
+    sampling so far) fail; 1 never stops it."""
     correct_at: float = 1.0
     """A completion counts as correct in val/accuracy where the first entry's own score, before its weight, is at least
-    this; a key "acc" in the dict it returned goes first. A failed call is never correct."""
+    this; a key "acc" in the dict it returned takes precedence. A failed call is never correct."""
 
     @property
     def reads_environment(self) -> bool:

@@ -1,4 +1,4 @@
-"""What reinforcement learning adds: rollout, reward, algorithm."""
+"""How completions are sampled, and how many, where and when for a step of reinforcement learning."""
 
 from typing import Annotated, Literal, Self
 
@@ -11,30 +11,30 @@ from shardwise.config.rollout_engine import EmbeddedRollout, RolloutEngineConfig
 from shardwise.config.temperature import Temperature
 
 VLLM_LEAST_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this."""
+"""vLLM raises lower temperatures to this."""
 VLLM_LARGEST_TEMPERATURE = 2
-"""vLLM refuses higher ones."""
+"""vLLM refuses higher temperatures."""
 LARGEST_TOP_K = 2**31 - 1
-"""SGLang keeps it in 32 bits."""
+"""SGLang keeps top_k in 32 bits."""
 
 
 class SamplingConfig(Config):
     """How completions are sampled."""
 
     engine: RolloutEngineConfig = EmbeddedRollout.defaults()
-    """What samples them: embedded, vllm or sglang, alone or as the type in a group of keys."""
+    """The engine that samples: embedded, vllm or sglang, alone or as the type in a group of keys."""
     temperature: Temperature = 1.0
     """Logits are divided by this, 1e-6 to 1e6, before sampling; rollout and trainer logprobs are of that
     distribution."""
     top_k: Annotated[int, Field(ge=0, le=LARGEST_TOP_K)] = 0
     """Sample from the k most likely tokens; 0 disables it. Like top_p and min_p it restricts sampling and changes no
-    logprob: those are of the policy at the temperature, in rollout and training alike."""
+    logprobs: they are those of the policy at the temperature, in rollout and training alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling: sample from the most likely tokens that together have this probability; 1 disables it."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this times the most likely token's probability; 0 disables it."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """A turn ends where its text holds one of these; the tokens that wrote it stay."""
+    """Strings that end a turn as soon as its text holds one of them; the tokens that wrote it are kept."""
     stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
     """Tokens that end a turn, beside the model's own end-of-sequence tokens."""
     bad_token_ids: list[NonNegativeInt] = Field(default_factory=list)
@@ -42,14 +42,15 @@ class SamplingConfig(Config):
     max_response_tokens: PositiveInt = 256
     """A completion ends at an end-of-sequence token or here; with an environment, all turns and answers together."""
     max_concurrent_sequences: PositiveInt = 128
-    """Rows that one rank decodes at a time; a finished row's place goes to the next request."""
+    """The most rows that one rank decodes at a time; a finished row's place goes to the next request."""
     environment: EnvironmentConfig | None = None
     """What answers the policy between its turns: a class of your own, by its import path or as a group of keys, tools
     (type: tools), or an agent that asks for the turns (type: agent). null: a completion is one turn."""
 
     @model_validator(mode="after")
     def _logprobs_are_of_the_policy(self) -> Self:
-        """vLLM gives logprobs at temperature 1 before anything is left out, or at the temperature after it."""
+        """Refuses what vLLM cannot do: it gives logprobs either at temperature 1 before any token is left out, or at
+        the temperature after that."""
         if not isinstance(self.engine, VllmRollout) or self.temperature == 1:
             return self
         if self.temperature < VLLM_LEAST_TEMPERATURE:
@@ -75,7 +76,8 @@ class SamplingConfig(Config):
 
     @model_validator(mode="after")
     def _sglang_can_sample_so(self) -> Self:
-        """SGLang leaves bad tokens out before it takes logprobs, and cannot draw by min_p from a request's own seed."""
+        """Refuses what SGLang cannot do: it leaves bad tokens out before it takes logprobs, and cannot draw by min_p
+        from a request's own seed."""
         if not isinstance(self.engine, SglangRollout):
             return self
         if self.bad_token_ids:
@@ -99,7 +101,8 @@ class DynamicSamplingConfig(Config):
     format nearly all rewards differ, so use correct."""
 
     max_rounds: PositiveInt = 10
-    """Rounds of sampling for one step; after the last the step trains on what was found, and says how much that is."""
+    """The most rounds of sampling for one step; after the last, the step trains on what was found, and says how much
+    that is."""
 
 
 class RolloutConfig(SamplingConfig):
@@ -116,8 +119,8 @@ class RolloutConfig(SamplingConfig):
 
     sync_adapter_only: bool = False
     """With engine.lora: only the adapter's weights travel in a weight sync, and the rollout engine computes with them
-    beside the base model, as training does; false merges them first. Not with engine=sglang; with engine=vllm without
-    engine.lora.use_dora and modules_to_save."""
+    beside the base model, as training does; false merges them first. Not for engine=sglang; engine=vllm takes it
+    without engine.lora.use_dora and modules_to_save."""
 
     router_replay: bool = False
     """Mixtures of experts: in training, tokens go to the experts that they went to when they were sampled. Needs
@@ -211,5 +214,5 @@ class RolloutConfig(SamplingConfig):
         return self.placement if isinstance(self.placement, Split) else None
 
     def sampling(self) -> SamplingConfig:
-        """The part that a rollout engine needs."""
+        """Returns the keys that a rollout engine needs."""
         return SamplingConfig(**{name: getattr(self, name) for name in SamplingConfig.model_fields})

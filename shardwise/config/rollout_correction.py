@@ -1,4 +1,4 @@
-"""What is done about a rollout engine whose logprobs differ from the trainer's."""
+"""How training corrects for a rollout engine whose logprobs differ from the trainer's."""
 
 from typing import Annotated, Literal, Self
 
@@ -9,7 +9,7 @@ from shardwise.config.custom import Custom, named
 
 
 class RatioWeights(Choice):
-    """Policy / rollout probability, bounded."""
+    """The ratio of policy probability to rollout probability, bounded."""
 
     name: Literal["ratio"] = "ratio"
     level: Literal["token", "sequence"] = "token"
@@ -17,7 +17,7 @@ class RatioWeights(Choice):
     mode: Literal["truncate", "mask"] = "truncate"
     """truncate: at most `high` (TIS); mask: 0 outside [low, high] (IcePop)."""
     low: NonNegativeFloat | None = None
-    """The lower bound of mask."""
+    """The lower bound, for mode=mask."""
     high: PositiveFloat = 2.0
     """The upper bound."""
 
@@ -34,13 +34,13 @@ class MismatchRejection(Choice):
 
     name: Literal["mismatch"] = "mismatch"
     level: Literal["token", "sequence-sum", "sequence-mean", "sequence-max"] = "token"
-    """What is judged, and by which figure of its tokens."""
+    """What is rejected: single tokens, or whole sequences by the sum, mean or maximum over their tokens."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """k1: the ratio policy / rollout itself; k2, k3: the KL estimate."""
+    """What is compared with the bounds. k1: the ratio policy / rollout itself; k2, k3: the KL estimate."""
     low: NonNegativeFloat | None = None
-    """Rejected below this; null is no bound."""
+    """What lies below this is rejected; null is no bound."""
     high: PositiveFloat | None = 2.0
-    """Rejected above this; null is no bound."""
+    """What lies above this is rejected; null is no bound."""
 
     @model_validator(mode="after")
     def _bounds_are_used(self) -> Self:
@@ -60,10 +60,10 @@ Rejection = Annotated[MismatchRejection | Custom, Field(discriminator="name"), n
 
 
 class RolloutCorrectionConfig(Config):
-    """What is done about a rollout engine whose logprobs differ from the trainer's."""
+    """How training corrects for a rollout engine whose logprobs differ from the trainer's."""
 
     bypass: bool = False
-    """Take the rollout's logprobs for old_logprobs: one forward pass fewer; the ratio of the policy loss corrects."""
+    """Use the rollout's logprobs as old_logprobs: one forward pass fewer; the ratio of the policy loss corrects."""
     weights: RolloutWeights | None = None
     """Multiply each token's policy loss by an importance weight."""
     rejection: Rejection | None = None
@@ -71,7 +71,7 @@ class RolloutCorrectionConfig(Config):
 
     @property
     def compares(self) -> bool:
-        """Whether it needs the trainer's logprobs beside the rollout's."""
+        """Whether the correction needs the trainer's logprobs beside the rollout's."""
         return self.weights is not None or self.rejection is not None
 
     @model_validator(mode="after")

@@ -1,5 +1,5 @@
-"""YAML as config files and overrides are written in it: numbers as YAML 1.2 reads them, no key twice, and no
-more than is written."""
+"""YAML as config files and overrides use it: numbers as YAML 1.2 reads them, no key twice, and no aliases that blow a
+small text up."""
 
 import re
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from shardwise.config.errors import ConfigError
 _MOST_LEVELS = 100
 _TOO_DEEP = f"it is nested more than {_MOST_LEVELS} levels deep"
 _MOST_NODES = 100_000
-"""That aliases may make of fewer that are written."""
+"""The most nodes that aliases may make of fewer that are written."""
 
 
 class RefusedYamlError(yaml.YAMLError):
-    """What YAML allows and no config needs."""
+    """The text uses something that YAML allows and no config needs."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which PyYAML would keep the last; and what contains itself, or grows beyond
-    all bounds where aliases are written out."""
+    """Refuses a key that is given twice, of which PyYAML would keep the last, and a value that contains itself, or that
+    grows beyond all bounds where its aliases are written out."""
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
@@ -48,16 +48,17 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Of a node, with every alias in it written out."""
+    """The size of a node, with every alias in it written out."""
 
     num_nodes: int
     num_levels: int
 
 
 def _size_of(node: yaml.Node, sizes: dict[yaml.Node, _Size | None]) -> _Size:
-    """
+    """Measures a node.
+
     Args:
-        sizes: of the nodes that are known, which grows; None of those around this one.
+        sizes: the sizes of the nodes that are known, to which it adds; None for the nodes that this one is in.
     Raises:
         RefusedYamlError: it contains itself, or has too many levels.
     """
@@ -80,7 +81,7 @@ def _size_of(node: yaml.Node, sizes: dict[yaml.Node, _Size | None]) -> _Size:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text in quotes that _Loader would take for something else."""
+    """Puts quotes around text that _Loader would take for something else."""
 
 
 _NUMBERS = {
@@ -90,8 +91,8 @@ _NUMBERS = {
         r"|\.(nan|NaN|NAN)"
     ),
 }
-"""YAML 1.1, which PyYAML reads, takes 010 for 8, 1:30 for 90, 2024-01-01 for a date, and 1e-6 for text. Here all but
-the last are text, of which a key that is a number takes 010 for 10."""
+"""YAML 1.1, which PyYAML reads, takes 010 for 8, 1:30 for 90, 2024-01-01 for a date, and 1e-6 for text. Here 1e-6 is a
+number and the others are text, of which a key that holds a number takes 010 for 10."""
 for _class in (_Loader, _Dumper):
     _class.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS and not tag.endswith(":timestamp")]
@@ -102,7 +103,7 @@ for _class in (_Loader, _Dumper):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The tree in a file. Raises ConfigError: it cannot be read, or holds something else."""
+    """Reads the tree in a file. Raises ConfigError: it cannot be read, or holds something else."""
     if not path.is_file():
         problem = "is no file" if path.exists() else "does not exist"
         raise ConfigError(f"config file {path} {problem}; give the path of a YAML file with -c")
@@ -118,7 +119,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def value_of(text: str) -> Any:
-    """What a value is in YAML. Raises yaml.YAMLError, of what no config needs RefusedYamlError."""
+    """Reads a value in YAML. Raises yaml.YAMLError; RefusedYamlError for what no config needs."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
@@ -126,5 +127,5 @@ def value_of(text: str) -> Any:
 
 
 def yaml_of(tree: dict[str, Any]) -> str:
-    """The text of a tree of plain values, which `read_yaml` reads back."""
+    """Writes a tree of plain values as text that `read_yaml` reads back."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)

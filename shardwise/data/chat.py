@@ -18,10 +18,10 @@ ToolSchema = dict[str, Any]
 
 
 def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
-    """The tokenizer that belongs to a model, with `config.chat_template` in place of its own where one is given.
+    """Loads the tokenizer that belongs to a model, with `config.chat_template` in place of its own where one is given.
 
     Raises:
-        ModelError: no tokenizer there, no such template file, or no end-of-sequence token.
+        ModelError: there is no tokenizer, no such template file, or no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
@@ -53,7 +53,8 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
 
 
 def _require_readable(config: Path) -> None:
-    """transformers reads it before the tokenizer. Raises ModelError: it is there, and no JSON object."""
+    """Checks config.json, which transformers reads before the tokenizer. Raises ModelError: it exists, but cannot be
+    read as a JSON object."""
     try:
         if config.is_file() and not isinstance(json.loads(config.read_text(encoding="utf-8")), dict):
             raise ValueError("it is not a JSON object")
@@ -62,13 +63,13 @@ def _require_readable(config: Path) -> None:
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
-    """Checks that every token has an embedding that text, the chat template or the end of a sequence may bring.
+    """Checks that the model embeds every token that text, the chat template or the end of a sequence can produce.
 
     A model with spare rows (a padded vocabulary) is fine, and so is a token that was added for other models: the
-    tokenizer of Gemma 3 has one for images, which its text models have no row for. The engine refuses it in data.
+    tokenizer of Gemma 3 has one for images, for which its text models have no row. The engine refuses it in data.
 
     Raises:
-        ModelError: the tokenizer has such token ids that the model has not; names both numbers.
+        ModelError: such a token's id lies beyond the model's vocabulary; names both numbers.
     """
     template, added = str(tokenizer.chat_template), tokenizer.get_added_vocab()
     named = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
@@ -94,15 +95,15 @@ def render_prompt(
     tools: Sequence[ToolSchema] = (),
     media_token_ids: Collection[int] = (),
 ) -> list[int]:
-    """The tokens that a response is to follow.
+    """Renders a prompt as token ids [L], ready to be followed by a response.
 
     Args:
         prompt: text (one user message for the chat template), or messages.
-        apply_chat_template: False tokenizes text as it is, behind the special tokens that the tokenizer puts before it.
+        apply_chat_template: False tokenizes the text as it is, after the special tokens that the tokenizer puts first.
         system_prompt: put before messages that have no system message; only with a chat template.
         origin: names the row in errors.
-        tools: what the chat template tells the model that it may call.
-        media_token_ids: that stand for parts of images and videos where there are none.
+        tools: the tools that the chat template offers to the model.
+        media_token_ids: tokens that stand for parts of images and videos, which the text must not spell.
     Raises:
         DataError: an empty prompt, bad messages, no chat template, or a text that spells one of `media_token_ids`.
     """
@@ -126,7 +127,7 @@ def render_response_sample(
     tools: Sequence[ToolSchema] = (),
     media_token_ids: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
-    """A prompt and the response to learn: the prompt is not trained, the response and its end-of-sequence token are.
+    """Renders a prompt, which is not trained, and the response to it, which is, with its end-of-sequence token.
 
     Args: as in `render_prompt`.
     Returns:
@@ -159,17 +160,17 @@ def render_observation(
     max_chars: int,
     media_token_ids: Collection[int] = (),
 ) -> list[int] | None:
-    """The tokens between a sampled turn and the next one: what stands there of the turn's end that the policy did not
-    sample itself, the observation, and what the next turn answers. The sampled tokens are never tokenized again.
+    """Renders the tokens between a sampled turn and the next: the rest of the turn's end if the policy did not sample
+    it, the observation, and the generation prompt of the next turn. Sampled tokens are never tokenized again.
 
     Args:
-        observation: text (a message of the user's for the chat template), or messages.
-        last_token_id: the last one sampled.
+        observation: text (one user message for the chat template), or messages.
+        last_token_id: the last token that was sampled.
         origin: names the row in errors.
-        max_chars: of the text, with what the template adds.
-        media_token_ids: that stand for parts of images and videos: an observation has none.
+        max_chars: limit on the text's characters, what the template adds included.
+        media_token_ids: tokens that stand for parts of images and videos, which an observation must not spell.
     Returns:
-        None where it is longer: it is not tokenized.
+        token ids; None where the text is longer than `max_chars`: it is not tokenized.
     Raises:
         DataError: bad messages, messages without a chat template, or a text that spells one of `media_token_ids`.
     """
@@ -203,9 +204,9 @@ def render_observation(
 
 
 def turn_end_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """The token that the chat template ends an assistant's turn with: the tokenizer's end-of-sequence token, else the
-    first special one that follows what was said. Base models often come with a template that ends turns with another
-    token than the one that ends their texts.
+    """Finds the token that the chat template ends an assistant's turn with: the tokenizer's end-of-sequence token, else
+    the first special one that follows what was said. Base models often come with a template that ends turns with a
+    token other than the one that ends their texts.
 
     Returns:
         None where there is no such token, or no chat template that takes a user's message and an answer.
@@ -225,17 +226,17 @@ def turn_end_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
 
 
 def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The characters that one token can stand for at most: longer text has more tokens."""
+    """Returns the most characters that one token can stand for: n tokens spell at most n times as many."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 def _characters(text: str) -> str:
-    """Half a surrogate pair is no character."""
+    """Returns the text with "?" for every half of a surrogate pair, which is not a character."""
     return text.encode("utf-8", "replace").decode()
 
 
 _ANY_PROMPT, _ANY_TURN = "prompt", "<[any turn]>"
-"""What a template writes after a turn does not depend on what was said in it."""
+"""Stand-ins for a prompt and a turn: what a template writes after a turn does not depend on what the turn says."""
 
 
 def render_conversation(
@@ -248,25 +249,25 @@ def render_conversation(
     tools: Sequence[ToolSchema] = (),
     media_token_ids: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
-    """A conversation with loss on the assistant's turns.
+    """Renders a conversation, with loss on the assistant's turns.
 
     A trained span begins after the generation prompt, as at inference, and ends with the token that ends the turn (see
     `turn_end_id`), or with the turn where the template writes none. Turns after the last trained one are left out:
     nothing learns from them.
 
     Args:
-        messages: the first is not the assistant's.
+        messages: the first of them is not the assistant's.
         origin: names the row in errors.
         system_prompt: put before messages that have no system message.
-        trained_from: assistant turns before this message, counted with the system prompt, are context.
-        tools: what the chat template tells the model that it may call.
-        media_token_ids: that stand for parts of images and videos where there are none.
+        trained_from: index of a message, the system prompt included; assistant turns before it are context.
+        tools: the tools that the chat template offers to the model.
+        media_token_ids: tokens that stand for parts of images and videos, which the text must not spell.
     Returns:
         token ids [L] and loss mask [L].
     Raises:
         DataError: bad messages, a text that spells one of `media_token_ids`, no chat template, one that leaves out a
-            turn's tool calls, or one that changes the text of earlier turns as later ones arrive, so that no mask over
-            them would be right.
+            turn's tool calls, or one that changes the text of earlier turns when later ones follow, so that no mask
+            over them would be right.
     """
     messages = with_system_prompt(checked_messages(messages, origin), system_prompt)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= trained_from]
@@ -294,7 +295,7 @@ def render_conversation(
 
 
 def prompt_messages(prompt: str | list[Message], system_prompt: str | None, origin: str) -> list[Message]:
-    """A prompt as messages, text as one of the user's, with the system prompt before those that have none.
+    """Returns a prompt as messages: text becomes one user message; the system prompt goes first if they have none.
 
     Raises:
         DataError: an empty prompt, or bad messages.
@@ -305,14 +306,14 @@ def prompt_messages(prompt: str | list[Message], system_prompt: str | None, orig
 
 
 def with_system_prompt(messages: list[Message], system_prompt: str | None) -> list[Message]:
-    """The messages, after the system prompt where there is one and they have none."""
+    """Returns the messages, with the system prompt (if given) put first where they have none of their own."""
     if system_prompt is None or any(message["role"] == "system" for message in messages):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def checked_messages(messages: Any, origin: str) -> list[Message]:
-    """The messages without keys that are null, and tool calls with their arguments as objects, as templates take them.
+    """Returns the messages without null keys and with the arguments of tool calls as objects, as templates take them.
 
     Raises:
         DataError: not a list of objects with a role and a content that are strings; names the message. Only a message
@@ -352,7 +353,7 @@ def _with_tool_calls(message: Message, place: str) -> Message:
 
 
 def _with_arguments(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """The call with its arguments as an object, which OpenAI's form has as a string of JSON."""
+    """Returns a tool call with its arguments as an object; OpenAI's format has them as a string of JSON."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(written := function.get("arguments"), str):
         return call
@@ -372,7 +373,7 @@ def _require_content(messages: list[Message], origin: str) -> None:
 
 
 def read_template(path: str) -> str:
-    """The text of model.chat_template. Raises ModelError: it cannot be read."""
+    """Returns the text of the file model.chat_template. Raises ModelError: it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -421,7 +422,7 @@ def _render(
 
 
 def render_text(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], origin: str) -> str:
-    """What the chat template writes of messages that are not answered.
+    """Renders messages as text through the chat template, without a generation prompt.
 
     Raises:
         DataError: no chat template, or one that refuses them.
@@ -436,7 +437,7 @@ def _require_calls_written(
     origin: str,
     tools: Sequence[ToolSchema],
 ) -> None:
-    """The text of messages shows the tool calls of the last one."""
+    """Checks that `text`, the rendered messages, shows the tool calls of the last one. Raises DataError if not."""
     silent = {key: value for key, value in messages[-1].items() if key != "tool_calls"}
     if _render(tokenizer, [*messages[:-1], silent], origin, add_generation_prompt=False, tools=tools) == text:
         raise DataError(
@@ -451,15 +452,15 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
 
 def _encode_opening(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """With the special tokens that the tokenizer puts before a text, without those that it puts behind: something
-    follows."""
+    """Encodes text with the special tokens that the tokenizer puts before it, without those that it puts after it:
+    more tokens follow."""
     token_ids, own = tokenizer.encode(text), _encode(tokenizer, text)
     ends = (end for end in range(len(own), len(token_ids) + 1) if token_ids[end - len(own) : end] == own)
     return token_ids[: next(ends, None)]
 
 
 def _encode_inside(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Of text that follows other text: without the space that SentencePiece puts before its first word."""
+    """Encodes text that follows other text: without the space that SentencePiece puts before its first word."""
     token_ids = _encode(tokenizer, text)
     if text.startswith(" ") or not "".join(tokenizer.convert_ids_to_tokens(token_ids[:1])).startswith(_SPACE):
         return token_ids
@@ -474,13 +475,13 @@ _BEFORE, _SPACE = "\n", "\N{LOWER ONE EIGHTH BLOCK}"
 def _extend(
     tokenizer: "PreTrainedTokenizerBase", before: str, before_ids: list[int], text: str, origin: str
 ) -> list[int]:
-    """The tokens of `text`, which begins with `before`, such that they begin with the tokens of `before`."""
+    """Encodes `text`, which begins with the string `before`, such that its tokens begin with `before_ids`."""
     if not text.startswith(before):
         raise DataError(_not_prefix_stable(before, text, origin))
     token_ids = _encode(tokenizer, text)
     if token_ids[: len(before_ids)] == before_ids:
         return token_ids
-    # A token merged over the border. At inference the tokens before it are already there, so they stay as they are.
+    # A token spans the border. At inference the tokens before the border are already there, so they stay as they are.
     return before_ids + _encode_inside(tokenizer, text[len(before) :])
 
 

@@ -1,4 +1,4 @@
-"""Which rows a step trains on: a pure function of the step, so that resuming needs no saved position."""
+"""Picks the rows that a step trains on: a pure function of the step, so that resuming needs no saved position."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class BatchLoader:
 
 
 def steps_of(num_epochs: int, *, num_rows: int, batch_size: int) -> int:
-    """Steps until every row was used so often; the last batch is filled up with rows of the next epoch."""
+    """Returns the number of steps in `num_epochs`; the last batch is filled up with rows of the next epoch."""
     return -(-num_rows * num_epochs // batch_size)
 
 
@@ -49,10 +49,10 @@ class RowOrder:
     shuffle: bool
     _epoch: int = field(default=-1, init=False, repr=False, compare=False)
     _rows: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Of the epoch that was asked for last: positions come one after the other."""
+    """The rows' order in the epoch that was asked for last: positions are asked for one after the other."""
 
     def row(self, position: int) -> int:
-        """The row at a position, counted from 0; an epoch follows the other."""
+        """Returns the row at a position, counted from 0 through all epochs."""
         epoch, offset = divmod(position, self.num_rows)
         if not self.shuffle:
             return offset
@@ -62,12 +62,13 @@ class RowOrder:
 
 
 def compare_rows(saved: Any, here: Any, *, may_differ: bool) -> None:
-    """A run that is resumed has as many, of every source, or they come in another order: then a warning says so.
+    """Checks that a resumed run has as many training rows, of every source, as before: otherwise their order changes.
 
     Args:
-        may_differ: trainer.resume_allow says so.
+        saved: the number of rows in the checkpoint, or one for each source; `here` is the same now.
+        may_differ: whether trainer.resume_allow permits other rows: a warning then takes the error's place.
     Raises:
-        DataError: there are more or fewer, which may not be.
+        DataError: there are more or fewer rows, and they may not differ.
     """
     if saved == here:
         return

@@ -1,4 +1,4 @@
-"""Which prompts come next: sources mixed by weight, stage after stage, and prompts of the wrong difficulty left out."""
+"""Picks the next prompts: sources mixed by weight, stage after stage; prompts of the wrong difficulty sit out."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from shardwise.data.loader import RowOrder, compare_rows
 
 
 class PromptStream:
-    """An endless stream of rows, drawn source by source, each source in its own order of epochs.
+    """An endless stream of rows from one or more sources, each of which runs through its own epochs.
 
     Deterministic: the same calls give the same rows.
 
-    Example: sources ["a", "b", "b"] with weights {"a": 1, "b": 3}, 4 rows at a time: one of a, three of b
+    Example: sources ["a", "b", "b"] with weights {"a": 1, "b": 3}, 4 rows at a time: one from a, three from b
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class PromptStream:
 
         Args:
             sources: the data source of every row.
-            rows_may_differ: from those of the run that is resumed.
+            rows_may_differ: whether the rows may differ from those of the run that is resumed.
         Raises:
             ConfigError: data.mixture names a source that no row has.
         """
@@ -48,10 +48,10 @@ class PromptStream:
         self._taken: Counter[str] = Counter()
         self.position = dict.fromkeys(names, 0)
         self.pass_rates: dict[int, float] = {}
-        """Of rows that were asked, the share of correct completions; forgotten when a row sits out for it."""
+        """Row -> share of its completions that were correct; forgotten once the row has sat out because of it."""
 
     def take(self, num_rows: int, *, step: int) -> list[int]:
-        """The next rows, for a step of the run (from 1)."""
+        """Returns the next rows, for a step of the run (counted from 1)."""
         return [self._next(self._source(step)) for _ in range(num_rows)]
 
     def record(self, row: int, pass_rate: float) -> None:
@@ -60,7 +60,7 @@ class PromptStream:
             self.pass_rates[row] = pass_rate
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides on the next rows, JSON-serialisable."""
+        """Returns all that decides on the next rows, JSON-serializable."""
         return {
             "num_rows": {name: len(rows) for name, rows in self._rows.items()},
             "position": dict(self.position),
@@ -70,13 +70,13 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, are_others: bool = False) -> None:
-        """Goes on where the stream that gave the state was. In other rows, behind as many of each source as that one
-        has taken, knowing of none how difficult it is.
+        """Continues where the saved stream was. If the rows are others, it skips as many of each source as that stream
+        had taken, and starts without pass rates.
 
         Args:
-            are_others: the rows, though they may be as many.
+            are_others: whether the rows differ from the saved stream's, even if there are as many.
         Raises:
-            DataError: that stream had other rows, which may not be.
+            DataError: the saved stream had more or fewer rows, and they may not differ.
         """
         num_rows = {name: len(rows) for name, rows in self._rows.items()}
         before, now = (counts.get("", counts) for counts in (state["num_rows"], num_rows))
@@ -87,7 +87,7 @@ class PromptStream:
             self._stage, self._taken = state["stage"], Counter(state["taken"])
 
     def _source(self, step: int) -> str:
-        """The source that is furthest behind its share of this stage's rows."""
+        """Takes and returns the source that is furthest behind its share of this stage's rows."""
         if not self._mixture:
             return ""
         stage = max(number for number, stage in enumerate(self._mixture) if stage.from_step <= step)

@@ -1,4 +1,4 @@
-"""Samples to token batches: the same number on every data-parallel rank, none over the token cap.
+"""Packs samples into token batches: the same number on every data-parallel rank, none over the token cap.
 
 Shape letters: L tokens of one sample, T tokens of one batch, S sequences of one batch.
 """
@@ -25,7 +25,7 @@ class PackedStep:
     """
 
     shards: list[list[TokenBatch]]
-    """Of each data-parallel rank its micro-batches; every rank has the same number, at least one."""
+    """The micro-batches of each data-parallel rank; every rank has the same number, at least one."""
     denominators: Denominators
     """Counted over all shards."""
 
@@ -33,14 +33,14 @@ class PackedStep:
 def pack(samples: Sequence[Sample], *, num_shards: int, max_tokens: int, keep_together: int = 1) -> PackedStep:
     """Splits samples over ranks and micro-batches.
 
-    As few batches as best-fit-decreasing finds, rounded up to a multiple of `num_shards`, their token counts levelled.
-    Ranks run their k-th batches in lockstep, so batches of like size get the same k. Deterministic.
+    Makes as few batches as best-fit-decreasing finds, rounded up to a multiple of `num_shards`, and evens out their
+    token counts. Ranks run their k-th batches in lockstep, so batches of similar size get the same k. Deterministic.
 
     Args:
-        samples: of at least one token each; either all or none have a given optional per-token field.
-        num_shards: data-parallel ranks.
+        samples: have at least one token each; either all or none have a given optional per-token field.
+        num_shards: the number of data-parallel ranks.
         max_tokens: the hard cap on the tokens of one batch. A sequence is never split.
-        keep_together: so many samples in a row share a batch, one behind the other: 2 for pairs that are compared.
+        keep_together: how many consecutive samples share a batch, one after the other: 2 for pairs to compare.
     Raises:
         DataError: a sample, or samples to keep together, are longer than the cap; names them and both numbers.
     """
@@ -71,10 +71,10 @@ def pack(samples: Sequence[Sample], *, num_shards: int, max_tokens: int, keep_to
 
 
 def unpack(step: PackedStep, values: list[list[Tensor]]) -> list[Tensor]:
-    """The inverse of packing for what was computed per token.
+    """Undoes the packing for values that were computed per token.
 
     Args:
-        values: of each shard and micro-batch of `step` a tensor [T].
+        values: a tensor [T] for each micro-batch of each shard of `step`.
     Returns:
         one tensor [L] per sample, in the order of the samples that were packed.
     """
@@ -103,7 +103,7 @@ def _by_length(lengths: Sequence[int]) -> list[int]:
 
 
 def _best_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Each sample, the longest first, goes into the fullest bin with room for it, or else into a new one."""
+    """Puts each sample, the longest first, into the fullest bin with room for it, or else into a new one."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (free tokens, bin), sorted
     for index in _by_length(lengths):
@@ -119,7 +119,7 @@ def _best_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[i
 
 
 def _longest_first(lengths: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Each sample, the longest first, goes into the emptiest of `num_bins` bins; None if one does not fit there."""
+    """Puts each sample, the longest first, into the emptiest of `num_bins` bins; None if one does not fit there."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [(0, bin) for bin in range(num_bins)]  # a heap
     for index in _by_length(lengths):
@@ -164,7 +164,7 @@ def _batch(samples: Sequence[Sample], indices: list[int], present: list[str]) ->
 
 
 def _positions(samples: Sequence[Sample]) -> Tensor:
-    """[T], or [3, T] where a sample has positions of its own."""
+    """Returns the position ids: [T], or [3, T] where a sample has positions of its own."""
     counted = [torch.arange(len(sample.token_ids)) for sample in samples]
     if all(sample.position_ids is None for sample in samples):
         return torch.cat(counted)
@@ -186,8 +186,8 @@ def _images(samples: Sequence[Sample]) -> Images | None:
 
 
 def _empty_batch(samples: Sequence[Sample], present: list[str]) -> TokenBatch:
-    """One masked token, so that a rank without samples still runs every collective of a step. Its routers choose
-    themselves."""
+    """Builds a batch of one masked token, so that a rank without samples still runs every collective of a step. Its
+    experts are -1: the routers choose them."""
     per_token: dict[str, Any] = {
         name: torch.full_like(getattr(samples[0], name)[:1], -1 if name == "experts" else 0) for name in present
     }

@@ -1,4 +1,4 @@
-"""Data files to what preference and reward-model training consume: pairs of answers, or answers with a label."""
+"""Turns data files into what preference and reward-model training consume: pairs of answers, or labelled answers."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -43,17 +43,18 @@ def preference_pairs(
 ) -> Loaded[Sample]:
     """Reads rows with a chosen and a rejected answer to the same messages.
 
-    What both conversations begin with is context; from where they part, the assistant's turns are trained. That is
-    the last turn alone where they differ in nothing else. A pair is over `config.max_sequence_tokens` if one side is;
-    truncate cuts both sides at it. Pairs whose sides are the same, or become it by cutting, teach nothing: dropped.
+    The messages that both conversations begin with are context; from where they part, the assistant's turns are
+    trained: the last turn alone, if they differ in nothing else. A pair is over `config.max_sequence_tokens` if one
+    side is; truncate cuts both sides there. Pairs whose sides are the same, or become the same when cut, teach nothing
+    and are dropped.
 
     Args:
-        media_token_ids: that stand for parts of images and videos, which no row may spell.
+        media_token_ids: tokens that stand for parts of images and videos, which no row may spell.
     Returns:
         Samples in the order chosen, rejected, chosen, rejected, ...: two neighbours are a pair, which
-        `pack(..., keep_together=2)` keeps so. `reward` is the pair's margin on the chosen side (0 without a margin
-        column) and 0 on the other, `group` the number of the pair. The counts are rows; num_identical of num_dropped
-        had the same answer twice.
+        `pack(..., keep_together=2)` keeps together. `reward` is the pair's margin on the chosen side (0 without a
+        margin column) and 0 on the other, `group` the number of the pair. The counts are of rows; num_identical of the
+        num_dropped had the same answer twice.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
@@ -100,13 +101,13 @@ def labelled_samples(
 ) -> Loaded[Sample]:
     """Reads rows with one answer and whether it is desirable, for KTO.
 
-    Of a conversation the assistant's last turn is trained. A sequence over `config.max_sequence_tokens` follows
-    `config.on_overlong`; truncate cuts its end off, and drops it where nothing to train is left.
+    Only the assistant's last turn of a conversation is trained. `config.on_overlong` decides on a sequence over
+    `config.max_sequence_tokens`: truncate cuts off its end, and drops it where nothing to train is left.
 
     Args:
         media_token_ids: as in `preference_pairs`.
     Returns:
-        Samples whose `reward` is +1 (desirable) or -1; num_desirable of them are.
+        Samples whose `reward` is +1 (desirable) or -1; the count num_desirable says how many have +1.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
@@ -131,30 +132,31 @@ def labelled_samples(
 
 
 def check_pair_row(config: PreferenceDataConfig, row: Row) -> None:
-    """Whether the row has what `preference_pairs` renders, without a tokenizer. Raises DataError."""
+    """Checks, without a tokenizer, that the row has what `preference_pairs` renders. Raises DataError: it has not."""
     _margin(config, row)
     for column in (config.chosen_column, config.rejected_column):
         _check_answer(config, row, column)
 
 
 def check_labelled_row(config: PreferenceDataConfig, row: Row) -> None:
-    """Whether the row has what `labelled_samples` renders, likewise."""
+    """Checks, without a tokenizer, that the row has what `labelled_samples` renders. Raises DataError: it has not."""
     _label(config, row)
     _check_answer(config, row, config.response_column)
 
 
 def mismatched(samples: Sequence[Sample], *, max_tokens: int) -> list[Sample]:
-    """Each prompt with an answer to another, from which KTO estimates how far the policy is from the reference.
+    """Joins each prompt with the answer to another, from which KTO estimates the policy's distance to the reference.
 
-    The answer is that of the next sample (after the last comes the first) whose prompt is another one, or simply of
-    the next where all prompts are the same.
+    The answer comes from the next sample (after the last comes the first) that has a different prompt, or simply from
+    the next one where all prompts are the same.
 
     Args:
-        samples: of one batch, at least two. A prompt ends where the first trained token begins.
+        samples: those of one batch, at least two. A prompt ends where the first trained token begins.
         max_tokens: longer sequences are cut at their end.
     Returns:
-        As many samples in the same order and with the same groups; reward 0, which marks no answer of this kind.
-    Source: Ethayarajh et al. 2024, section 4. Differs: there it is always the next, even if it answers the same.
+        As many samples, in the same order and with the same groups; reward 0, which no labelled answer has.
+    Source: Ethayarajh et al. 2024, section 4. Differs: there it is always the next sample, even one with the same
+    prompt.
     """
     assert len(samples) > 1, "one sample has no other whose answer it could take"
     starts = [int(sample.loss_mask.int().argmax()) for sample in samples]
@@ -191,7 +193,7 @@ def _render_pair(
     tokenizer: "PreTrainedTokenizerBase",
     media_token_ids: Collection[int],
 ) -> list[Rendered] | None:
-    """Chosen and rejected; None where they are the same."""
+    """Renders the chosen and the rejected side, in this order; None where they are the same conversation."""
     columns = (config.chosen_column, config.rejected_column)
     if not config.apply_chat_template:
         return [_render_plain(config, row, column, tokenizer, media_token_ids) for column in columns]
@@ -251,7 +253,7 @@ def _check_answer(config: PreferenceDataConfig, row: Row, column: str) -> None:
 
 
 def _plain_parts(config: PreferenceDataConfig, row: Row, column: str) -> tuple[str | list[Message], str]:
-    """The prompt, and the answer in `column`."""
+    """Returns the prompt and the answer in `column`, without a chat template."""
     if isinstance(cell := get_column(row, column, config), list):
         raise DataError(
             f'{row.origin}: column "{column}" is a list, and data.apply_chat_template=false takes strings: '
@@ -261,7 +263,7 @@ def _plain_parts(config: PreferenceDataConfig, row: Row, column: str) -> tuple[s
 
 
 def _conversation(config: PreferenceDataConfig, row: Row, column: str) -> list[Message]:
-    """The answer in `column` behind the messages that it answers."""
+    """Returns the messages that the answer in `column` answers, followed by this answer."""
     cell = get_column(row, column, config)
     if not isinstance(cell, str | list):
         raise DataError(
@@ -276,7 +278,7 @@ def _conversation(config: PreferenceDataConfig, row: Row, column: str) -> list[M
 
 
 def _parting(config: PreferenceDataConfig, row: Row, chosen: list[Message], rejected: list[Message]) -> int:
-    """The number of messages that both sides begin with."""
+    """Returns how many messages both sides begin with. Raises DataError: they do not answer the same messages."""
     num_shared = 0
     while chosen[num_shared : num_shared + 1] == rejected[num_shared : num_shared + 1]:
         num_shared += 1

@@ -1,4 +1,4 @@
-"""Rows that a reasoning-gym task makes up."""
+"""Rows that a task of reasoning-gym generates."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ INSTALL = "pip install reasoning-gym"
 
 
 def check_task(path: Path) -> ReasoningGymTask:
-    """The task that a file names.
+    """Returns the task that a file names.
 
     Raises:
         DataError: the file cannot be read, reasoning-gym is not installed, or it has no such task or argument.
@@ -19,15 +19,15 @@ def check_task(path: Path) -> ReasoningGymTask:
 
 
 def task_rows(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(origin, values) of every problem: a prompt, the answer as response and ground truth, and in extra_info what
-    makes the problem again, for the reward function.
+    """Yields (origin, values) for every problem: a prompt, the answer as response and ground truth, and in extra_info
+    what the reward function needs to generate the problem again.
 
     Raises: as `check_task`.
     """
     task, dataset = _open(path)
     for index in range(task.size):
         problem = dataset[index]
-        # Several right answers, and none to show: its score is worked out.
+        # A problem with several right answers has none to show: the reward function computes the score.
         answer = "" if problem["answer"] is None else str(problem["answer"])
         yield (
             f"{name} problem {index}",

@@ -1,4 +1,4 @@
-"""Data files to what a run consumes: samples to learn from, or examples to answer."""
+"""Turns data files into what a run consumes: samples to learn from, or examples to answer."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -44,9 +44,9 @@ _LEFT_OUT = {
     "num_identical": "of these with the same answer twice",
     "num_truncated": "truncated",
 }
-"""What is said of rows that are not left whole, by the count of them."""
+"""Name of a count of rows that were not kept whole -> how the message about it calls them."""
 _TOLERATED_SHARE = 0.1
-"""Of rows that may be dropped without a warning."""
+"""Share of the rows that may be dropped without a warning."""
 
 Rendered = tuple[list[int], list[bool]]
 """Token ids [L] and loss mask [L]."""
@@ -54,11 +54,11 @@ Rendered = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[T]):
-    """What files gave, in their order, and what was left out."""
+    """What was read from data files, in their order, and counts of what was left out."""
 
     rows: list[T]
     counts: dict[str, int]
-    """num_rows read, num_dropped of them left out, num_truncated of those kept cut to the limit."""
+    """num_rows: rows read; num_dropped: those of them left out; num_truncated: those kept, but cut to the limit."""
 
 
 def supervised_samples(
@@ -72,12 +72,12 @@ def supervised_samples(
 ) -> Loaded[Sample]:
     """Reads rows with an answer to learn: conversations, or a prompt and a response.
 
-    A sequence over `config.max_sequence_tokens` follows `config.on_overlong`; truncate cuts its end off, and with it an
-    image that would be cut in two, and drops it where nothing to train is left.
+    `config.on_overlong` decides on a sequence over `config.max_sequence_tokens`: truncate cuts off its end, with any
+    image that would be cut in two, and drops the row where nothing to train is left.
 
     Args:
-        vision: of a model that sees images; None refuses rows that have any.
-        media_token_ids: that no row may spell, but for what `vision` writes for images.
+        vision: shows images to a model that sees them; None refuses rows that have any.
+        media_token_ids: tokens that no row may spell, except the one that `vision` writes for images.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
@@ -116,15 +116,15 @@ def prompt_examples(
     media_token_ids: Collection[int] = (),
     is_judged: bool = True,
 ) -> Loaded[Example]:
-    """Reads rows with a prompt to answer and what judges the answer. Files made for verl work as they are.
+    """Reads rows with a prompt to answer and a ground truth to judge the answer by. Files made for verl work as is.
 
-    A prompt over `config.max_prompt_tokens` follows `config.on_overlong`; truncate cuts its start off, and is an error
-    where it has images.
+    `config.on_overlong` decides on a prompt over `config.max_prompt_tokens`: truncate cuts off its start, and is an
+    error where the prompt has images.
 
     Args:
-        vision: of a model that sees images, where they can be shown; None refuses rows that have any.
-        media_token_ids: that no row may spell, but for what `vision` writes for images.
-        tools: by name what a row may offer the model; without any the column that chooses from them is not read.
+        vision: shows images to a model that sees them, where that is supported; None refuses rows that have any.
+        media_token_ids: tokens that no row may spell, except the one that `vision` writes for images.
+        tools: name -> schema of each tool that a row may offer; without any, the column of tools is not read.
         is_judged: whether there is a reward, which needs a ground truth.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
@@ -169,25 +169,26 @@ def prompt_examples(
 
 
 def check_supervised_row(config: SupervisedDataConfig, row: Row) -> None:
-    """Whether the row has what `supervised_samples` renders, without a tokenizer. Raises DataError."""
+    """Checks, without a tokenizer, that the row has what `supervised_samples` renders. Raises DataError: it has not."""
     if not _has_conversation(config, row):
         _prompt_and_response(config, row)
 
 
 def check_prompt_row(config: EvalDataConfig, row: Row, *, is_judged: bool) -> None:
-    """Whether the row has what `prompt_examples` reads, likewise."""
+    """Checks, without a tokenizer, that the row has what `prompt_examples` reads. Raises DataError: it has not."""
     get_prompt(config, row)
     if is_judged:
         _ground_truth(config, row)
 
 
 def fit(config: SequenceDataConfig, row: Row, sequences: list[Rendered]) -> list[Rendered] | None:
-    """The sequences of one row, none over `config.max_sequence_tokens`: all of them as they are, or all cut alike.
+    """Fits the sequences of one row into `config.max_sequence_tokens`: each is cut there, or stays as it is.
 
     Returns:
-        None where the row is dropped: by `config.on_overlong`, or because a sequence has nothing left to train.
+        the sequences, or None where the row is dropped: by `config.on_overlong`, or because one of its sequences has
+        nothing left to train.
     Raises:
-        DataError: one is longer, and `config.on_overlong` is error.
+        DataError: a sequence is longer, and `config.on_overlong` is error.
     """
     limit = config.max_sequence_tokens
     longest = max(len(token_ids) for token_ids, _ in sequences)
@@ -202,7 +203,7 @@ def fit(config: SequenceDataConfig, row: Row, sequences: list[Rendered]) -> list
 def loaded_sequences(
     config: SequenceDataConfig, files: Sequence[str], samples: list[Sample], counts: dict[str, int]
 ) -> Loaded[Sample]:
-    """What `fit` left of the files' rows; says on standard error what it did not leave whole.
+    """Wraps the samples that `fit` left of the files' rows; says on standard error how many rows it dropped or cut.
 
     Raises:
         DataError: nothing is left.
@@ -213,7 +214,7 @@ def loaded_sequences(
 def make_sample(
     uid: str, token_ids: list[int], loss_mask: list[bool], *, reward: float = 0.0, group: int = 0
 ) -> Sample:
-    """A sample of what was rendered."""
+    """Builds a sample from what was rendered: token ids [L] and loss mask [L]."""
     return Sample(
         uid=uid,
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
@@ -224,7 +225,7 @@ def make_sample(
 
 
 def get_prompt(config: HeldOutData, row: Row) -> str | list[Message]:
-    """The prompt of a row, text or messages.
+    """Returns the prompt of a row: text or messages.
 
     Raises:
         DataError: no such column, or something else in it; shows the value.
@@ -239,7 +240,7 @@ def get_prompt(config: HeldOutData, row: Row) -> str | list[Message]:
 
 
 def _unshown(media_token_ids: Collection[int], vision: Vision | None) -> list[int]:
-    """Those that stand for nothing that a row can show."""
+    """Returns the media tokens that no row may spell: all but the image token, if `vision` can write it."""
     return [token_id for token_id in media_token_ids if vision is None or token_id != vision.image_token_id]
 
 
@@ -250,7 +251,7 @@ def _tokenize_supervised(
     vision: Vision | None,
     unshown: Collection[int],
 ) -> tuple[Rendered, list[ImageRef]]:
-    """The sequence of a row, and its images; their tokens are in it."""
+    """Renders a row as a sequence that includes the tokens of its images; returns it with these images."""
     column = config.messages_column if has_column(row, config.messages_column) else config.prompt_column
     row, image_refs = _with_image_words(config, row, column, vision)
     rendered = _render_supervised(config, row, tokenizer, unshown)
@@ -262,7 +263,7 @@ def _tokenize_supervised(
 def _with_image_words(
     config: SupervisedDataConfig | EvalDataConfig, row: Row, column: str, vision: Vision | None
 ) -> tuple[Row, list[ImageRef]]:
-    """The row with what stands for its images in the words of `column`, and the images."""
+    """Returns the row with the chat template's text for its images written into `column`, and the images."""
     if vision is None or not config.apply_chat_template:
         if row_images(row, config.images_column):
             raise DataError(images_not_shown(config, row))
@@ -274,7 +275,7 @@ def _with_image_words(
 
 
 def images_not_shown(config: SequenceDataConfig | EvalDataConfig, row: Row) -> str:
-    """For errors about rows with images."""
+    """Returns the message of the error about a row whose images cannot be shown."""
     return (
         f'{row.origin}: column "{config.images_column}" has images, which supervised training shows to a model, and '
         "reinforcement learning with rollout.engine=embedded or vllm, without an environment or teachers; both only "
@@ -308,7 +309,7 @@ def _render_supervised(
 
 
 def _has_conversation(config: SupervisedDataConfig, row: Row) -> bool:
-    """Else it has a prompt and a response."""
+    """Whether the row has a conversation; otherwise it has a prompt and a response."""
     found = has_column(row, config.messages_column)
     if found and not config.apply_chat_template:
         raise DataError(
@@ -329,7 +330,7 @@ def _prompt_and_response(config: SupervisedDataConfig, row: Row) -> tuple[str | 
 
 
 def tool_schemas(config: SequenceDataConfig, row: Row) -> list[ToolSchema]:
-    """The tools of a row. Raises DataError: something else in their column."""
+    """Returns the schemas of a row's tools. Raises DataError: their column holds something else."""
     cell = _tools_cell(row, config.tools_column)
     if cell is None:
         return []
@@ -348,7 +349,7 @@ def _is_schema(item: Any) -> bool:
 
 
 def _offered_tools(config: EvalDataConfig, row: Row, tools: Mapping[str, ToolSchema]) -> list[str]:
-    """The names that the row gives, by themselves or in schemas, or all."""
+    """Returns the names of the tools that the row offers, given as names or in schemas; all tools if it gives none."""
     cell = _tools_cell(row, config.tools_column) if tools else None
     if cell is None:
         return list(tools)
@@ -363,7 +364,7 @@ def _offered_tools(config: EvalDataConfig, row: Row, tools: Mapping[str, ToolSch
 
 
 def _tools_cell(row: Row, column: str) -> Any:
-    """The cell of a column of tools, parsed where it is a string of JSON; None where there is none."""
+    """Returns the cell of a column of tools, parsed where it is a string of JSON; None where there is none."""
     cell = plain_cell(row, column, get_cell(row, column))
     if not isinstance(cell, str):
         return cell
@@ -388,7 +389,7 @@ def _example(
     *,
     is_judged: bool,
 ) -> Example:
-    """What the row asks, with the end of a prompt over the limit."""
+    """Builds the row's example; of a prompt over the limit it keeps the end."""
     extra_info = plain_cell(row, "extra_info", get_cell(row, "extra_info"))
     if extra_info is None:
         extra_info = {}
@@ -431,7 +432,7 @@ def _overlong(row: Row, what: str, num_tokens: int, setting: str, limit: int, po
 
 
 def _loaded(rows: list[T], counts: dict[str, int], files: Sequence[str], limit: str, on_overlong: str) -> Loaded[T]:
-    """As `loaded_sequences`, of rows of any kind."""
+    """Like `loaded_sequences`, for rows of any kind."""
     num_read, num_dropped = counts["num_rows"], counts["num_dropped"]
     if not rows:
         effect = "drops them" if on_overlong == "drop" else "leaves nothing of them to train"

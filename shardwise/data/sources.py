@@ -1,4 +1,4 @@
-"""Rows out of files: jsonl, parquet, folders of datasets, tasks of reasoning-gym. Each has the place it came from."""
+"""Reads rows from jsonl, parquet, folders of datasets and tasks of reasoning-gym. Each row knows where it came from."""
 
 import datetime
 import decimal
@@ -18,7 +18,7 @@ _ACCEPTED = (
     "reasoning-gym"
 )
 _NUM_SHOWN = 3
-"""Files of a folder."""
+"""How many of a folder's files an error names."""
 _READ_ROWS = 1024  # rows turned into Python objects at a time, so that max_rows does not read a whole file
 
 
@@ -36,7 +36,7 @@ class Row:
     stem: str
     """The file's name without its suffix."""
     folder: Path = Path()
-    """Where the file is: what paths in its rows start from."""
+    """The folder that the file is in: relative paths in its rows start there."""
 
 
 def check_files(paths: Sequence[str]) -> None:
@@ -58,8 +58,8 @@ def check_files(paths: Sequence[str]) -> None:
 
 
 def first_rows(paths: Sequence[str]) -> list[Row]:
-    """The first row of every file, but for those that name a task, whose columns are always the same. Raises DataError,
-    as `read_rows`."""
+    """Returns the first row of every file, except of those that name a task, whose columns are always the same. Raises
+    DataError as `read_rows`."""
     return [row for path in paths if Path(path).suffix != ".yaml" for row in read_rows([path], max_rows=1)]
 
 
@@ -68,7 +68,7 @@ def read_rows(paths: Sequence[str], *, max_rows: int | None) -> list[Row]:
 
     Args:
         paths: jsonl or parquet files, folders written by datasets' save_to_disk, or tasks of reasoning-gym.
-        max_rows: stop after so many rows over all files; None reads everything.
+        max_rows: the most rows to read, over all files; None reads everything.
     Raises:
         DataError: a missing, empty, broken or unknown file; names file and line.
     """
@@ -94,11 +94,11 @@ def has_column(row: Row, path: str) -> bool:
 
 
 def get_column(row: Row, path: str, config: HeldOutData) -> Any:
-    """The cell at `path`, as plain JSON values.
+    """Returns the cell at `path`, as plain JSON values.
 
     Args:
         path: a column; a dot goes into a nested one: `reward_model.ground_truth`.
-        config: has the key that names the column.
+        config: the section whose key holds `path`; errors name the key.
     Returns:
         str, number, bool, None, or lists and dicts of them: times in ISO format, decimals and utf-8 bytes as strings.
     Raises:
@@ -117,17 +117,17 @@ def get_column(row: Row, path: str, config: HeldOutData) -> Any:
 
 
 def get_cell(row: Row, path: str) -> Any:
-    """The cell at `path` as the file's reader gives it, bytes and all; None where there is no such column."""
+    """Returns the cell at `path` as the file's reader gives it, bytes included; None where there is no such column."""
     return _find(row.values, path)
 
 
 def plain_cell(row: Row, path: str, cell: Any) -> Any:
-    """What `get_column` makes of a cell."""
+    """Converts a cell to plain JSON values, as `get_column` does."""
     return _plain(cell, f'{row.origin}: column "{path}"')
 
 
 def get_text(row: Row, path: str, config: HeldOutData) -> str:
-    """The cell at `path`, which must be a string. Args as for `get_column`.
+    """Returns the cell at `path`, which must be a string. Args as for `get_column`.
 
     Raises:
         DataError: no such column or not a string; shows the value.
@@ -139,7 +139,7 @@ def get_text(row: Row, path: str, config: HeldOutData) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """JSON values without the keys that are null: parquet gives every object of a column the keys of all of them."""
+    """Returns a JSON value without null keys: parquet gives every object of a column the keys of all of them."""
     match value:
         case dict():
             return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
@@ -237,8 +237,8 @@ def _whole_text(text: str, place: str) -> str:
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:
-    # As few trailing parts of the paths as tell the files apart: an origin seeds the sampling of its row, so it must
-    # not depend on where the folder lies.
+    # Takes as few trailing parts of the paths as tell the files apart: a row's origin seeds its sampling, so it must
+    # not depend on where the folder is.
     parts = [Path(path).absolute().parts for path in paths]
     for depth in range(1, max(map(len, parts), default=1)):
         names = ["/".join(part[-depth:]) for part in parts]

@@ -43,7 +43,7 @@ class PreferenceFiles:
     """Columns prompt, chosen (worked out, right) and rejected (one digit of the result is wrong)."""
     pairs_validation: Path
     labelled_train: Path
-    """Columns prompt, response and label (a boolean): of every problem either of the two."""
+    """Columns prompt, response (of every problem either the right or the wrong answer) and label (a boolean)."""
     labelled_validation: Path
 
 
@@ -52,13 +52,13 @@ def arithmetic_problems(
 ) -> ProblemFiles:
     """Writes all additions of two numbers from 0 to 99 (`47+85=`), split into training and held-out problems.
 
-    The order, and with it the split, is that of a hash of seed and problem text: no rule on the operands tells the two
+    A hash of seed and problem text gives the order, and with it the split, so no rule on the operands tells the two
     sides apart. The same seed gives the same files.
 
     Args:
         folder: created where it is missing.
         num_held_out: problems in the validation files, 1 to 9,999; the others are in the training files.
-        worked: responses are worked out (see `worked_addition`) rather than the answer alone.
+        worked: whether responses show the work (see `worked_addition`) rather than the answer alone.
     Raises:
         ValueError: num_held_out out of range.
     """
@@ -75,7 +75,7 @@ def arithmetic_problems(
 
 
 def preference_problems(folder: str | Path, *, seed: int, num_held_out: int = 1000) -> PreferenceFiles:
-    """Writes the problems of `arithmetic_problems`, split alike, as pairs of answers and as answers with a label.
+    """Writes the problems of `arithmetic_problems`, split the same way, as pairs of answers and as labelled answers.
 
     Args: as in `arithmetic_problems`.
     Raises:
@@ -94,7 +94,7 @@ def preference_problems(folder: str | Path, *, seed: int, num_held_out: int = 10
 
 
 def worked_addition(a: int, b: int) -> str:
-    """The sum of the ones column with two digits, which shows the carry, then the answer.
+    """Returns the sum of the ones column as two digits, which shows the carry, then the answer.
 
     Example: `worked_addition(47, 85) == "12 132"`
     """
@@ -102,7 +102,7 @@ def worked_addition(a: int, b: int) -> str:
 
 
 def wrong_addition(a: int, b: int, *, seed: int) -> str:
-    """`worked_addition` with one digit of the result replaced; which and by what depends on seed and problem alone.
+    """Returns `worked_addition` with one digit of the result replaced: which and by what, seed and problem decide.
 
     Example: `wrong_addition(47, 85, seed=0) == "12 131"`
     """
@@ -118,8 +118,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     """Trains a byte-level BPE whose digits stay single tokens, with a chat template that is prefix-stable.
 
     Args:
-        texts: what merges are learned from.
-        vocab_size: at most so many tokens; 261 leaves the bytes and special tokens alone.
+        texts: the corpus that merges are learned from.
+        vocab_size: the most tokens it may have; 261 is the bytes and the special tokens alone.
     Returns:
         a tokenizer that `AutoTokenizer.from_pretrained` reads back after `save_pretrained`.
     Raises:
@@ -167,7 +167,7 @@ def build_model_folder(
 
     Args:
         path: the folder, created where it is missing.
-        seed: of the random weights; the global random state is left as it was.
+        seed: the seed of the random weights; the global random state is left as it was.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

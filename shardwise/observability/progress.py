@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 SECONDS_BETWEEN_LINES = 2.0
 SECONDS_OF_SILENCE = 60.0
-"""After so long without a finished step it is said where the next one is; then after twice as long, and so on."""
+"""After this long without a finished step it says where the step under way is; then after twice as long, and so on."""
 _SECONDS_BETWEEN_LOOKS = 5.0
 LOG_FILE_COLUMNS = 120
 
@@ -43,7 +43,7 @@ class Progress:
         Args:
             total_steps: the number of the last step.
             start_step: steps that were done before, by the run that this one resumes.
-            doing: names what is done in the step that is under way, from another thread.
+            doing: names what the step under way is doing; called from another thread.
             stream: where to write; None is standard output.
         """
         self._title = title
@@ -88,7 +88,7 @@ class Progress:
             self._print_line(step, metrics)
 
     def note_silence(self) -> None:
-        """Says where the step is that is under way, if the last one was long ago."""
+        """Says where the step under way is, if the last one was finished long ago."""
         silence = time.monotonic() - self._last_news
         if silence < self._patience:
             return
@@ -101,7 +101,7 @@ class Progress:
             print(f"{self._title}  step {step}/{self._total_steps}  {said}", file=self._stream, flush=True)
 
     def _watch(self) -> None:
-        """The other thread."""
+        """Runs in a thread of its own: looks for silence now and then."""
         while not self._ended.wait(_SECONDS_BETWEEN_LOOKS):
             self.note_silence()
 
@@ -157,5 +157,5 @@ def _metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def _number_text(value: float) -> str:
-    """Four digits; whole numbers from 10,000 on, because 1.234e+04 tokens/s is hard to read."""
+    """Writes four digits, and from 10,000 on whole numbers, because 1.234e+04 tokens/s is hard to read."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -18,13 +18,13 @@ from shardwise.durable import is_still_at
 from shardwise.fault_plan import fault_point
 
 METRICS = "metrics.jsonl"
-"""In a run's folder."""
+"""The file of metrics in a run's folder."""
 MAX_WAITING_BYTES = 1 << 26
-"""Of a log, that a full disk keeps from being written."""
+"""The most bytes of one log that wait in memory because they cannot be written, on a full disk say."""
 
 
 class RunLog:
-    """Metrics of a run, step by step, flushed line by line. A context manager.
+    """Writes the metrics of a run, step by step, flushed line by line. A context manager.
 
     output_dir/metrics.jsonl       {"step": 3, "train/loss": 1.25}       deterministic: the same for the same seed
     output_dir/performance.jsonl   {"step": 3, "seconds/rollout": 0.8}   timings
@@ -49,12 +49,12 @@ class RunLog:
     ) -> None:
         """
         Args:
-            last_step: of an earlier run that goes on: what was written up to it stays, what comes later is cut off.
-                None moves earlier files aside.
-            lengths: bytes of these files up to `last_step`, by name, as far as they are known: one that has lost some
-                is warned of.
-            keeps_lines: those that cannot be written, on a full disk say, wait in memory until they can, up to
-                MAX_WAITING_BYTES a file, with a warning, and so do TensorBoard's events; False raises.
+            last_step: the step from which an earlier run goes on: lines up to it stay, later ones are cut off. None
+                moves earlier files aside.
+            lengths: name of a file -> its bytes up to `last_step`, as far as known: a file that has lost some gets a
+                warning.
+            keeps_lines: whether lines that cannot be written, on a full disk say, wait in memory until they can, up to
+                MAX_WAITING_BYTES a file, with a warning, as do TensorBoard's events; False raises.
         """
         output_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -78,7 +78,7 @@ class RunLog:
 
     @property
     def files(self) -> list["LogFile"]:
-        """Those of lines."""
+        """The files of lines: metrics and performance."""
         return [self._metrics, self._performance]
 
     def log(self, step: int, metrics: Mapping[str, float], performance: Mapping[str, float]) -> None:
@@ -86,7 +86,7 @@ class RunLog:
 
         Args:
             step: optimizer steps done.
-            metrics: only what the same seed gives again.
+            metrics: only values that the same seed reproduces.
             performance: everything that depends on the machine: seconds, rates, bytes.
         Raises:
             OSError: a file cannot be written, and lines are not kept, or too many of them are.
@@ -118,7 +118,7 @@ class SampleLog:
         lengths: Mapping[str, int] = MappingProxyType({}),
         keeps_lines: bool = False,
     ) -> None:
-        """As those of `RunLog`."""
+        """Opens the file; the arguments are those of `RunLog`."""
         output_dir.mkdir(parents=True, exist_ok=True)
         self._lines = _open_lines(output_dir / "samples.jsonl", last_step, lengths, keeps_lines=keeps_lines)
 
@@ -160,9 +160,9 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def move_aside(path: Path) -> Path | None:
-    """Renames a file or folder, where there is one, to the first free of path.1, path.2 and so on, which it returns.
-    What is empty stays: a file of a run that ended before its first step, a folder or a link to one that somebody made
-    for this one."""
+    """Renames a file or folder, if there is one, to the first free of path.1, path.2 and so on, which it returns. An
+    empty one stays: the file of a run that ended before its first step, or a folder (or link to one) that somebody made
+    for this run."""
     if not path.exists() or _is_empty(path):
         return None
     number = 1
@@ -176,10 +176,10 @@ def _is_empty(path: Path) -> bool:
 
 
 class LogFile:
-    """A file that is written at its end, at once. A context manager."""
+    """A file that is appended to without a buffer. A context manager."""
 
     def __init__(self, path: Path, *, keeps_lines: bool) -> None:
-        """As those of `RunLog`. Raises OSError."""
+        """Opens the file; `keeps_lines` is that of `RunLog`. Raises OSError."""
         self._path, self._keeps_lines = path, keeps_lines
         self._file = path.open("ab", buffering=0)  # a write says how many bytes of a line a full disk has taken
         self._num_written = self._file.tell()
@@ -199,11 +199,11 @@ class LogFile:
 
     @property
     def num_bytes(self) -> int:
-        """What it has, with what waits."""
+        """The length of the file, with what waits to be written."""
         return self._num_written + len(self._waiting)
 
     def write(self, data: bytes) -> None:
-        """Raises OSError: it cannot be written, and lines are not kept, or too many of them are."""
+        """Appends data. Raises OSError: it cannot be written, and lines are not kept, or too many of them are."""
         self._waiting += data
         try:
             self._flush()
@@ -215,14 +215,14 @@ class LogFile:
                 warn(f"{self._path} cannot be written ({error}); what comes is kept in memory until it can")
 
     def sync(self) -> None:
-        """Returns when what was written is on the disk. From any thread. Raises OSError, which names the file."""
+        """Returns when what was written is on the disk. Any thread may call it. Raises OSError that names the file."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def close(self) -> None:
-        """Raises OSError: what waits cannot be written."""
+        """Writes what waits, and closes the file. Raises OSError: what waits cannot be written."""
         try:
             self._flush()
         finally:
@@ -238,16 +238,16 @@ class LogFile:
 
 
 class _Events:
-    """A file of TensorBoard's for this run. TensorBoard's own writer has a thread, which a full disk ends with a
-    traceback on the screen, and then takes no events any more."""
+    """The file of TensorBoard events of this run. TensorBoard's own writer has a thread that a full disk ends, with a
+    traceback on the screen, after which it takes no more events."""
 
     def __init__(self, folder: Path, last_step: int | None, *, keeps_lines: bool) -> None:
-        # Runs without it should not pay for its import.
+        # Runs without TensorBoard should not pay for its import.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(exist_ok=True)
-        # It reads files of one folder in the order of their names.
+        # TensorBoard reads the files of a folder in the order of their names.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = LogFile(folder / name, keeps_lines=keeps_lines)
         self._records = RecordWriter(self._file)
@@ -257,7 +257,7 @@ class _Events:
             self._write(step=last_step + 1, session_log=self._session(status=self._session.START))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises as `RunLog.log`."""
+        """Writes an event with these values. Raises as `RunLog.log`."""
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step=step, summary=self._summary(value=scalars))
 
@@ -269,7 +269,7 @@ class _Events:
 
 
 def _open_lines(path: Path, last_step: int | None, lengths: Mapping[str, int], *, keeps_lines: bool) -> LogFile:
-    """A file of JSON lines: fresh, or continued after those of `last_step`."""
+    """Opens a file of JSON lines: a new one, or the present one to go on after the lines of `last_step`."""
     if last_step is None:
         move_aside(path)
     elif path.exists():
@@ -288,7 +288,7 @@ def _as_lines(*rows: Mapping[str, Any]) -> bytes:
 
 
 def _cut_after(path: Path, last_step: int) -> None:
-    """Drops the lines of later steps, and what was not written whole before them. What cannot be read between lines of
+    """Drops the lines of later steps, and an incomplete line just before them. What cannot be read between lines of
     earlier steps stays as it is."""
     with path.open("r+b") as file:
         num_bytes = end = 0
@@ -303,7 +303,7 @@ def _cut_after(path: Path, last_step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """None of a line that was not written whole."""
+    """Returns the step of a line; None where the line was not written whole."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
@@ -312,13 +312,14 @@ def _step_of(line: bytes) -> int | None:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """As all files of a run have it: null for NaN and infinities, a question mark for half a surrogate pair."""
+    """Writes a value as JSON, as all files of a run have it: null for NaN and infinities, "?" for half a surrogate
+    pair."""
     text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
     return text.encode(errors="replace").decode()
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for NaN and infinities, which JSON has no words for and many readers refuse."""
+    """Returns the value with None for NaN and infinities, for which JSON has no words and which many readers refuse."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Where the seconds of a step went."""
+"""Measures where the seconds of a step went."""
 
 import time
 from collections import defaultdict
@@ -27,7 +27,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Times its body, which counts also when it raises. Spans may nest; the outer one includes the inner one."""
+        """Times the body of a `with`, even if it raises. Spans may nest; the outer one includes the inner one."""
         outer, start = self._name, time.perf_counter()
         self._change(name)
         try:
@@ -38,15 +38,15 @@ class Spans:
 
     @property
     def current(self) -> str:
-        """The name of the innermost span that is under way; "" where none is."""
+        """The name of the innermost span under way; "" where there is none."""
         return self._name
 
     def add(self, name: str, seconds: float) -> None:
-        """Counts seconds that were measured elsewhere."""
+        """Adds seconds that were measured elsewhere."""
         self._seconds[name] += seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last `take`, as {"seconds/<name>": seconds}, and starts from zero."""
+        """Returns the seconds since the last `take`, as {"seconds/<name>": seconds}, and starts from zero."""
         taken = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken

@@ -1,4 +1,4 @@
-"""What goes into a reward function, what comes out of it, and how one is found by its import path."""
+"""What goes into a reward function, what comes out of it, and how one is loaded by its import path."""
 
 import difflib
 import importlib
@@ -20,7 +20,7 @@ RewardFunction = Callable[..., Any]
 """compute_score(data_source, solution_str, ground_truth, extra_info), called with keywords."""
 
 MAX_MESSAGE_CHARS = 500
-"""What is kept of text that user code produced; an exception may carry a whole dataset in its message."""
+"""How much is kept of text that user code produced; an exception may carry a whole dataset in its message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,12 @@ class RewardJob:
     messages: list[dict[str, Any]] | None = None
     """The conversation that the prompt renders; None for plain text."""
     outcome: "Answer | None" = None
-    """What an environment says of the completion; where it failed nothing else is asked. None without one."""
+    """The environment's answer about the completion; where it is a failure, nothing else is asked. None without an
+    environment."""
 
     @property
     def failure(self) -> str | None:
-        """Why there is nothing to judge."""
+        """Why there is nothing to judge: the environment's failure, if any."""
         return None if self.outcome is None else self.outcome.failure
 
 
@@ -64,14 +65,14 @@ class Answer:
     failure: str | None = None
     """Why there is no score, in one line."""
     may_pass: bool = False
-    """Of a failure: whether the same call may do better at another time."""
+    """Whether a failure may be temporary: the same call may succeed at another time."""
 
 
 class Scorer(Protocol):
     """Judges completions by other means than a function."""
 
     def score(self, jobs: Sequence[RewardJob]) -> Iterable[tuple[int, Answer]]:
-        """(place of the job, answer) of every job, in any order."""
+        """Gives (index of the job, answer) for every job, in any order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +98,13 @@ def load_function(
     key: str = "reward.functions",
     expected: str = "compute_score(data_source, solution_str, ground_truth, extra_info)",
 ) -> Callable[..., Any]:
-    """Imports a reward function (or the class of a manager) by name, which runs the top level of the module it is in.
+    """Imports a reward function (or the class of a manager) by name, which runs its module's top level.
 
     The folder of a file is appended to sys.path: it can import its neighbours, and they hide no installed package.
 
     Args:
         spec: `path/to/file.py:name`, relative to the working directory, or `package.module:name`.
-        key, expected: the config key that holds it, and how it is called, for errors.
+        key, expected: the config key that holds `spec`, and the signature that it needs, for errors.
     Raises:
         ConfigError: no colon, no such file, the import failed (with its cause), no such name (with the nearest), or
             the name is not callable.
@@ -132,10 +133,11 @@ def load_function(
 
 
 def kind_of_callable(function: Callable[..., Any]) -> Literal["class", "coroutine function", "generator", "function"]:
-    """What a call of it gives: an instance, something that has not computed anything yet, or its answer."""
+    """Classifies a callable by what a call gives: an instance (class), something that has not computed anything yet
+    (coroutine function, generator), or an answer (function)."""
     if inspect.isclass(function):
         return "class"
-    for called in (function, type(function).__call__):  # the second is that of an object
+    for called in (function, type(function).__call__):  # the second is what runs where an object is called
         if inspect.iscoroutinefunction(called):
             return "coroutine function"
         if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
@@ -144,8 +146,8 @@ def kind_of_callable(function: Callable[..., Any]) -> Literal["class", "coroutin
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: type, message, and the last line of user code (not Python's, Shardwise's or a package's) that was
-    reached."""
+    """Describes an error in one line: type, message, and the last line of user code (not Python's, Shardwise's or a
+    package's) that was reached."""
     text = f"{type(error).__name__}: {one_line(error_text(error))}".removesuffix(": ")
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     user_lines = [(file, line) for file, line in lines if not file.startswith(_NOT_USER_CODE)]
@@ -156,12 +158,12 @@ def describe_error(error: BaseException) -> str:
 
 
 def writable(text: str) -> str:
-    """Question marks for halves of surrogate pairs, which Python has in text and no file can hold."""
+    """Returns the text with "?" for every half of a surrogate pair, which Python's strings can hold and no file can."""
     return text.encode(errors="replace").decode()
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks, at most `MAX_MESSAGE_CHARS` long."""
+    """Returns the text without line breaks, cut to `MAX_MESSAGE_CHARS`."""
     text = writable(" ".join(text[: 2 * MAX_MESSAGE_CHARS].split()))
     return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."
 

@@ -1,4 +1,4 @@
-"""Rewards for programs: a completion's code is run against tests, in the sandbox."""
+"""Rewards for programs: runs a completion's code against tests, in the sandbox."""
 
 import re
 import secrets
@@ -15,7 +15,7 @@ _OPENING = re.compile(
 )
 _CLOSING = re.compile(r"(?P<indentation>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*")
 _TAB_STOP = 4
-"""CommonMark's; a closing fence that is indented so far beyond the opening one is text."""
+"""CommonMark's tab stop, in columns; a closing fence that is indented by so much more than the opening one is text."""
 
 
 def run_python_tests(
@@ -34,23 +34,23 @@ def run_python_tests(
 ) -> dict[str, float]:
     """Runs the program in the last fenced block of Python in the solution (see `last_block`) against tests.
 
-    Asserts run in the program's process, behind its code: a program that reads its own memory can pretend to have
+    Asserts run in the program's process, after its code: a program that reads its own memory can pretend to have
     passed them. Expected outputs never enter the sandbox. Set reward.timeout_seconds above timeout_seconds times the
     number of tests with an input (or 1), plus a second for each.
 
     Args:
         ground_truth: asserts as text or as a list of texts, each text one test; or a list of {stdin, stdout}, each a
             run of its own, whose output must be equal up to white space at the ends of lines and of the text.
-        partial: the score is the share of tests that passed, else 1.0 where all have and 0.0 elsewhere.
-        timeout_seconds: of one run.
+        partial: whether the score is the share of tests that passed; else it is 1.0 where all passed, and 0.0 if not.
+        timeout_seconds: the limit on one run.
         memory_mib, num_processes: address space of each process, and processes at a time.
-        allow_unsafe: run programs where protections of the sandbox are missing.
+        allow_unsafe: whether to run programs even where protections of the sandbox are missing.
     Returns:
         score; passed, the share of tests that passed; runs, 1.0 where the code itself ran to its end in time. A
         solution without such a block has no program and scores 0.
     Raises:
-        ValueError: ground_truth is neither.
-        ConfigError: the sandbox is not possible here, and allow_unsafe is false.
+        ValueError: ground_truth is neither form of tests, or empty.
+        ConfigError: the sandbox cannot be built here, and allow_unsafe is false.
     """
     limits = Limits(
         wall_seconds=timeout_seconds,
@@ -78,10 +78,10 @@ def run_python_tests(
 
 
 def read_tests(ground_truth: Any) -> tuple[list[str], list[tuple[str, str]]]:
-    """Asserts, or pairs of input and output; one of the two lists is empty.
+    """Returns the tests as asserts and as pairs of input and output; one of the two lists is empty.
 
     Raises:
-        ValueError: ground_truth is neither, or empty.
+        ValueError: ground_truth holds neither, or is empty.
     """
     tests = [ground_truth] if isinstance(ground_truth, str) else ground_truth
     if isinstance(tests, list) and tests:
@@ -100,11 +100,11 @@ def _text(value: Any) -> str:
 
 
 def last_block(text: str) -> str | None:
-    """The inside of the last closed block that is tagged python, python3 or py; without one, of the last that is tagged
-    with no language; None where there is neither.
+    """Returns the content of the last closed block tagged python, python3 or py; without one, of the last block that
+    has no language tag; None where there is neither.
 
-    Fences are those of CommonMark: three or more backticks or tildes, closed by as many or more of the same. Other than
-    there they may be indented as far as they like, and a block that is not closed is none. A block loses as much
+    Fences are those of CommonMark: three or more backticks or tildes, closed by as many or more of the same. Unlike
+    there, they may be indented by any amount, and a block that is not closed does not count. A block loses as much
     indentation as its opening fence has.
     """
     blocks = list(_blocks(text))
@@ -114,7 +114,7 @@ def last_block(text: str) -> str | None:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(language in lower case, inside) of every closed block."""
+    """Yields (language in lower case, content) of every closed block."""
     opening, block = None, list[str]()
     for line in re.split(r"\r?\n", text):  # str.splitlines also splits at characters that string literals hold
         if opening is None:
@@ -140,7 +140,7 @@ def _width(indentation: str) -> int:
 
 
 def _dedented(line: str, columns: int) -> str:
-    """Without so many columns of its indentation, or without all of it."""
+    """Returns the line without so many columns of its indentation, or without all of it where it has fewer."""
     column = place = 0
     while column < columns and line[place : place + 1] in (" ", "\t"):
         column += _TAB_STOP - column % _TAB_STOP if line[place] == "\t" else 1

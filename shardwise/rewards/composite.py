@@ -25,7 +25,7 @@ _FIX_IT = "Fix it"
 
 
 class Rewards:
-    """Scores completions by all of reward.functions. A context manager; `close` leaves no process behind.
+    """Scores completions with all of reward.functions. A context manager; `close` leaves no process behind.
 
     Example:
         with Rewards(RewardConfig(functions="rules.py:compute_score")) as rewards:
@@ -36,7 +36,7 @@ class Rewards:
         """Starts the processes and returns at once.
 
         Args:
-            models: what scores for the entries of type model, by their names.
+            models: entry name -> scorer, for the entries of type model.
         Raises:
             ConfigError: a judge's key is not in the environment.
         """
@@ -72,11 +72,12 @@ class Rewards:
             judge.close()
 
     def counting_failures(self, min_jobs: int) -> AbstractContextManager[None]:
-        """All calls of `score` inside count as one batch, of at least so many jobs, for reward.max_failure_rate."""
+        """Makes all calls of `score` inside the block count as one batch of at least `min_jobs` jobs, of which
+        reward.max_failure_rate may fail."""
         return self._failures.counting(min_jobs * len(self._config.functions))
 
     def score(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
-        """Judges are asked while the processes work.
+        """Scores jobs; judges are asked while the processes work.
 
         Consumes: jobs. Waits for: answers. Unblocked by: the deadlines of every call and every request.
 
@@ -84,9 +85,9 @@ class Rewards:
             One result per job, in the order of the jobs.
         Raises:
             RewardError: a call failed and reward.on_failure is abort, or more of them than reward.max_failure_rate, or
-                a job cannot be sent. Closes.
-            JudgeLostError: likewise, and without what judges may answer at another time it would not be so. Closes.
-            ConfigError: a function cannot be loaded, or cannot work in this place. Closes.
+                a job cannot be sent. Closes the rewards.
+            JudgeLostError: as before, but only because of failures that may be temporary. Closes the rewards.
+            ConfigError: a function cannot be loaded, or cannot work on this machine. Closes the rewards.
         """
         answers: list[dict[str, Answer]] = [{} for _ in jobs]
         try:
@@ -106,7 +107,7 @@ class Rewards:
         return [combine(by_name, self._config) for by_name in answers]
 
     def _answers(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, str, Answer]]:
-        """(place of the job, name of the entry, answer) of every job and entry, in any order."""
+        """Yields (index of the job, name of the entry, answer) for every job and entry, in any order."""
         places = [place for place, job in enumerate(jobs) if job.failure is None]
         for place, job in enumerate(jobs):
             if job.outcome is None:
@@ -165,15 +166,16 @@ class CustomRewards:
             raise RewardError(f"{self._name} failed to close: {describe_error(error)}") from error
 
     def counting_failures(self, min_jobs: int) -> AbstractContextManager[None]:
-        """All calls of `score` inside count as one batch, of at least so many jobs, for reward.max_failure_rate."""
+        """Makes all calls of `score` inside the block count as one batch of at least `min_jobs` jobs, of which
+        reward.max_failure_rate may fail."""
         return self._failures.counting(min_jobs)
 
     def score(self, jobs: Sequence[RewardJob]) -> list[RewardResult]:
-        """One result per job, in the order of the jobs. A result without a finite score is a failure of its row.
+        """Returns one result per job, in the order of the jobs; one without a finite score is a failure of its row.
 
         Raises:
-            RewardError: the manager raised, returned something else than one RewardResult for each job, or reported
-                failures that reward.on_failure or reward.max_failure_rate do not let pass.
+            RewardError: the manager raised, returned anything but one RewardResult for each job, or reported failures
+                that reward.on_failure or reward.max_failure_rate do not allow.
         """
         judged = iter(self._judge([job for job in jobs if job.failure is None]))
         value = self._config.failure_value
@@ -219,7 +221,7 @@ class CustomRewards:
 
 
 class FailurePolicy:
-    """Stops the run where a call failed that may not, or too many have; warns of the first of each kind else."""
+    """Stops the run where a call fails that must not, or too many have; else warns of each kind of failure once."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -227,12 +229,13 @@ class FailurePolicy:
         self._num_calls = self._num_failed = self._num_passing = 0
         self._first = ""
         self._kinds: set[tuple[str, str]] = set()
-        """What has failed so far in this run, and with which error."""
+        """(who failed, type of error) of all failures so far in this run: each kind is warned of once."""
 
     @contextmanager
     def counting(self, min_calls: int) -> Iterator[None]:
-        """Every failure holds their share against reward.max_failure_rate: of all calls that are made inside, so far
-        and now, and at least of `min_calls`, which are sure to be made. Inside of another such block nothing."""
+        """Counts the calls made inside the block as one batch: each failure compares the share of failed calls with
+        reward.max_failure_rate. The share is of the calls made so far, or of `min_calls`, which are sure to be made, if
+        these are more. Inside another such block it does nothing."""
         if self._min_calls is not None:
             yield
             return
@@ -244,14 +247,14 @@ class FailurePolicy:
             self._min_calls = None
 
     def expect(self, num_calls: int) -> None:
-        """Counts calls that are made now."""
+        """Counts calls that are about to be made."""
         self._num_calls += num_calls
 
     def add(self, uid: str, who: str, failure: str, *, remedy: str = _FIX_IT, may_pass: bool = False) -> None:
         """Counts a failure.
 
         Args:
-            remedy: what can be done, as the beginning of a sentence.
+            remedy: what can be done about it, as the beginning of a sentence.
             may_pass: as in `Answer`.
         Raises:
             RewardError, JudgeLostError: as `Rewards.score`; names the first failure, and what can be done.
@@ -281,13 +284,13 @@ class FailurePolicy:
 
 
 def make_rewards(config: RewardConfig, models: Mapping[str, Scorer] | None = None) -> Rewards | CustomRewards:
-    """What judges the completions of a run: Shardwise's own, with `models` for its entries of type model, or
-    reward.manager."""
+    """Builds what judges the completions of a run: `Rewards`, with `models` for its entries of type model, or the class
+    that reward.manager names."""
     return Rewards(config, models) if config.manager is None else CustomRewards(config)
 
 
 def check_rewards(config: RewardConfig) -> None:
-    """What can be known before a model is loaded: functions import and take their parameters, judges have their key.
+    """Checks what can be before a model is loaded: functions import and take their parameters, judges have their key.
 
     Raises:
         ConfigError: the first thing that is wrong.
@@ -307,10 +310,10 @@ def _load_manager(spec: str) -> Callable[[RewardConfig], Any]:
 
 
 def combine(answers: Mapping[str, Answer], config: RewardConfig) -> RewardResult:
-    """The weighted sum of the answers to one job, in the order of reward.functions.
+    """Combines the answers to one job to their weighted sum, in the order of reward.functions.
 
     Args:
-        answers: by the names of the entries.
+        answers: entry name -> answer.
     """
     score = 0.0
     parts: dict[str, float] = {}
@@ -331,7 +334,7 @@ def combine(answers: Mapping[str, Answer], config: RewardConfig) -> RewardResult
 def _who_and_remedy(
     entry: FunctionReward | JudgeReward | ModelReward | EnvironmentReward, may_pass: bool
 ) -> tuple[str, str]:
-    """How errors call an entry that failed, and what can be done."""
+    """Returns how errors name an entry that failed, and what can be done about it."""
     if isinstance(entry, FunctionReward):
         return f"reward function {entry.function}", "Fix the function"
     has_own_name = entry.name != type(entry).model_fields["name"].default
@@ -346,6 +349,6 @@ def _who_and_remedy(
 
 
 def _rows(jobs: Sequence[RewardJob]) -> str:
-    """The rows a message can hold."""
+    """Names the jobs' rows, as many as a message can hold."""
     uids = list(dict.fromkeys(job.uid for job in jobs))
     return ", ".join(uids[:4]) + (f" and {len(uids) - 4} more" if len(uids) > 4 else "")

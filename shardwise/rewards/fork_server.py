@@ -1,11 +1,11 @@
-"""The main of a fork server: imports the reward functions once, then forks a process for each request.
+"""The main program of a fork server: imports the reward functions once, then forks a process for each request.
 
     {"folder": "/work", "functions": [{"function": "rules.py:compute_score", "parameters": {}}], "memory_bytes": null}
                                                   ->  {"ready": true}
     any byte, with the pipes of a worker  ->  a worker, and in its pipe of results {"exit": code} when it has ended
 
-The first line comes on standard input, requests on a socket. Where a function cannot be loaded it says
-{"error": "why"} and ends. A fork costs milliseconds whatever the functions import.
+The first line comes on standard input, requests on a socket. Where a function cannot be loaded, the server says
+{"error": "why"} and ends. A fork costs milliseconds, whatever the functions import.
 """
 
 import json
@@ -27,7 +27,7 @@ from shardwise.rewards.base import RewardFunction
 from shardwise.rewards.worker import load_with_parameters, work
 
 NUM_PIPES = 4
-"""Of a worker: jobs, results, lifeline, and one for what it prints."""
+"""How many pipes a worker has: jobs, results, lifeline, and one for what it prints."""
 
 
 def main(control_fd: int, lifeline_fd: int) -> None:
@@ -37,12 +37,12 @@ def main(control_fd: int, lifeline_fd: int) -> None:
     closing the socket, or its death.
 
     Args:
-        control_fd: the socket.
-        lifeline_fd: a pipe nobody writes to, which ends when the parent does.
+        control_fd: the socket that requests come on.
+        lifeline_fd: a pipe that nobody writes to, which ends when the parent does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_group_with(lifeline_fd)
-    # It breaks where the parent has given up before it was told how importing ended.
+    # The socket breaks where the parent has given up before it was told how importing ended.
     with suppress(BrokenPipeError, ConnectionResetError), socket.socket(fileno=control_fd) as control:
         control.set_inheritable(False)
         setup = json.load(sys.stdin)
@@ -129,15 +129,15 @@ def _become_worker(
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Lets this process have so much more address space than it has now. What it starts may ask for another limit."""
+    """Lets this process have so much more address space than it has now. Processes it starts may set other limits."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit, (_, most) = pages * resource.getpagesize() + num_bytes, resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
 
 def _bury(result_fds: dict[int, int]) -> None:
-    """Ends what is left of the groups of workers that have ended, and tells the parent, who may read no end of file: a
-    grandchild can hold the pipe."""
+    """Ends what is left of the process groups of ended workers, and tells the parent, which may never read the end of
+    file: a grandchild can hold the pipe."""
     for pid, fd in list(result_fds.items()):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             continue
@@ -150,7 +150,7 @@ def _bury(result_fds: dict[int, int]) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Of a worker that has not been waited for: until then its number belongs to no other process."""
+    """Kills the group of a worker that was not waited for yet: until then its number belongs to no other process."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 

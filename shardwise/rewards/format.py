@@ -14,15 +14,15 @@ def pattern_match(
     pattern: str | None = None,
     tags: list[str] | None = None,
 ) -> float:
-    """1.0 where the whole solution has a form, given as a regular expression or as tags.
+    """Returns 1.0 where the whole solution has a form, given as a regular expression or as tags.
 
     A pattern that backtracks without end is ended by reward.timeout_seconds, as a failure.
 
     Args:
         pattern: must match the whole text, up to white space around it; `.` matches line breaks too.
-        tags: names; the score is the share of them that stand exactly once as `<name>` and, behind it, as `</name>`.
+        tags: names; the score is the share of them that occur exactly once as `<name>` and, after it, as `</name>`.
     Raises:
-        ValueError: both or none of the two are given, tags are no list, or the pattern is no regular expression.
+        ValueError: both or neither of the two are given, tags are no list, or the pattern is no regular expression.
     """
     if isinstance(tags, str):
         raise ValueError(f"tags={tags!r} is a text, whose letters would be the tags; give a list")

@@ -19,14 +19,14 @@ from shardwise.rewards.base import Answer, RewardJob, one_line
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
-"""Pauses before retries are drawn from 0 to first x 2^attempt, at most the longest. A Retry-After is waited for up to
+"""Pauses before retries are drawn from 0 to first x 2^attempt, at most the longest; a server's Retry-After counts up to
 the longest too."""
 RETRIED_STATUSES = frozenset({408, 429, *range(500, 600)})
 _READ_BYTES = 1 << 16
 
 
 class RetryableError(Exception):
-    """A failure that asking again may better."""
+    """A failure that may not recur when the request is repeated."""
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class EndpointError(RetryableError):
 
 
 class RefusedError(Exception):
-    """An answer that asking again would not better."""
+    """A failure that would recur when the request is repeated."""
 
 
 class Judge:
@@ -48,7 +48,7 @@ class Judge:
     """
 
     def __init__(self, config: JudgeReward) -> None:
-        """Reads the key; connects to nothing.
+        """Reads the API key; connects to nothing.
 
         Raises:
             ConfigError: api_key_env names a variable that is not set.
@@ -70,14 +70,14 @@ class Judge:
         self._open: set[socket.socket] = set()
 
     def close(self) -> None:
-        """Breaks off requests that are under way and waits for the threads."""
+        """Cuts off requests that are under way and waits for the threads."""
         self._closed.set()
         for sock in list(self._open):
             _break_off(sock)
         self._threads.shutdown(cancel_futures=True)
 
     def score(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, Answer]]:
-        """Starts asking at once; yields (job, answer) as they arrive."""
+        """Sends the requests at once; the iterator gives (index of the job, answer) as they arrive."""
         places = {self._threads.submit(self._judge, job): place for place, job in enumerate(jobs)}
 
         def answers() -> Iterator[tuple[int, Answer]]:
@@ -87,7 +87,7 @@ class Judge:
         return answers()
 
     def _judge(self, job: RewardJob) -> Answer:
-        """One completion, with retries."""
+        """Judges one completion, with retries."""
         config = self._config
         for attempt in range(config.max_retries + 1):
             if not self._pause(self._bucket.reserve()):
@@ -103,7 +103,7 @@ class Judge:
         return Answer(failure=f"{reason} ({attempt + 1} attempts)", may_pass=may_pass)
 
     def _request(self, job: RewardJob) -> bytes:
-        """The body of the endpoint's answer.
+        """Sends one request and returns the body of the answer.
 
         Raises:
             EndpointError: a timeout, a broken connection, a status worth a retry.
@@ -118,7 +118,7 @@ class Judge:
             connection.connect()
         except OSError as error:
             raise EndpointError(f"cannot connect to {url.netloc}: {type(error).__name__}: {error}") from None
-        # The connection forgets its socket where the server is to close it.
+        # Kept here because the connection forgets its socket where the server is to close it.
         sock = connection.sock
         # A socket's own timeout begins anew with every byte, so a server that drips bytes would never meet it.
         deadline = threading.Timer(config.timeout_seconds, _break_off, [sock])
@@ -176,7 +176,7 @@ class Judge:
 
 
 class TokenBucket:
-    """Starts at most `rate` requests per second over all threads; what was not used is kept for one second."""
+    """Allows at most `rate` requests per second over all threads; unused ones can be made up for within one second."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -184,10 +184,10 @@ class TokenBucket:
         self._next = time.monotonic() - max(0.0, 1.0 - 1.0 / rate)
 
     def reserve(self) -> float:
-        """Takes the next free place; the seconds to wait for it."""
+        """Takes the next free place and returns the seconds to wait for it."""
         with self._lock:
             now = time.monotonic()
-            # The burst of one second: the schedule lies at most that far in the past.
+            # Allows a burst of one second's requests: the schedule lies at most that far in the past.
             self._next = max(self._next, now - max(0.0, 1.0 - 1.0 / self._rate))
             wait = max(0.0, self._next - now)
             self._next += 1.0 / self._rate
@@ -201,7 +201,7 @@ def fill_template(template: str, job: RewardJob) -> str:
 
 
 def parse_score(text: str, pattern: str) -> float | None:
-    """The number in the first group of the pattern's last match."""
+    """Returns the number in the first group of the pattern's last match; None where there is no finite one."""
     score = None
     for match in re.finditer(pattern, text):
         with suppress(TypeError, ValueError):
@@ -210,19 +210,19 @@ def parse_score(text: str, pattern: str) -> float | None:
 
 
 def retry_pause(attempt: int, retry_after_seconds: float | None) -> float:
-    """What the server asked for, else a random share of a pause that doubles (full jitter), so that clients that failed
-    together do not come back together."""
+    """Returns the seconds to wait: what the server asked for, else a random share of a pause that doubles (full
+    jitter), so that clients that failed together do not come back together."""
     if retry_after_seconds is not None:
         return min(retry_after_seconds, LONGEST_PAUSE_SECONDS)
     return random.uniform(0, min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS))
 
 
 def _seconds(header: str | None) -> float | None:
-    """Retry-After in seconds; its other form, a date, is left to the growing pauses."""
+    """Reads a Retry-After in seconds; None for its other form, a date: then the growing pauses apply."""
     return float(header) if header is not None and re.fullmatch(r"[0-9]{1,6}", header.strip()) else None
 
 
 def _break_off(sock: socket.socket) -> None:
-    """Makes whoever reads from the socket see its end."""
+    """Makes a thread that reads from the socket see its end."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

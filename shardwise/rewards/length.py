@@ -16,14 +16,14 @@ def overlong_penalty(
     factor: float = 1.0,
     unit: Unit = "tokens",
 ) -> float:
-    """0 up to max_length - buffer, then falling in a straight line to -factor at max_length, and on behind it.
+    """Returns 0 up to max_length - buffer; from there it falls linearly, to -factor at max_length and on beyond it.
 
     Args:
-        max_length: for DAPO rollout.max_response_tokens.
-        buffer: how long before it the penalty begins.
+        max_length: where the penalty is -factor; for DAPO, rollout.max_response_tokens.
+        buffer: how far below max_length the penalty begins.
         unit: tokens are those of the policy, the end-of-sequence token included.
     Source: Yu et al. 2025 (DAPO), eq. 13, as in verl: min(-(length - (max_length - buffer)) / buffer * factor, 0).
-        Differs from the equation: behind max_length it falls on, which only words and characters can reach.
+        Differs from the equation: it falls on beyond max_length, where only words and characters can get.
     Raises:
         ValueError: a buffer that is not from 1 to max_length, or an unknown unit.
     """
@@ -42,7 +42,7 @@ def target_length(
     tolerance: int,
     unit: Unit = "tokens",
 ) -> float:
-    """1.0 at the target length, falling in a straight line to 0.0 where the length is `tolerance` from it.
+    """Returns 1.0 at the target length, falling linearly to 0.0 where the length is `tolerance` away from it.
 
     Raises:
         ValueError: a tolerance below 1, or an unknown unit.
@@ -53,7 +53,7 @@ def target_length(
 
 
 def length_of(text: str, extra_info: dict[str, Any] | None, unit: Unit) -> int:
-    """The length of a completion.
+    """Returns the length of a completion, in `unit`.
 
     Raises:
         ValueError: an unknown unit, or tokens where extra_info holds no num_response_tokens, which recipes put there.

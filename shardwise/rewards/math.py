@@ -12,19 +12,19 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _PLAIN = str.maketrans("\u2212", "-", ",")
-"""From what _NUMBER finds to what Decimal reads: the minus sign of typesetting becomes a hyphen, commas go."""
+"""Turns what _NUMBER finds into what Decimal reads: the typographic minus sign becomes a hyphen, commas are removed."""
 _DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|\\boxed", re.DOTALL)
-"""Text that says itself where its formula is; \\$ is a currency."""
+"""Finds out whether text itself marks where its formula is; \\$ is a currency."""
 _MARKER = "####"
 _MATH_VERIFY_SECONDS = 3
-"""A completion can hold a formula that sympy never finishes; that is a wrong answer, not a broken reward function, so
-it must end before reward.timeout_seconds does. It bounds one parse or one comparison."""
+"""The limit on one parse or one comparison. A completion can hold a formula that sympy never finishes; that is a wrong
+answer, not a broken reward function, so it must end before reward.timeout_seconds does."""
 
 
 def gsm8k_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 where the final number is the right one, in the format of GSM8K.
+    """Returns 1.0 where the final number is the right one, in the format of GSM8K.
 
     The answer is the first number after the last `####`, or the last number where there is no `####`; the same rule
     reads `ground_truth`. Commas, `$`, a final dot and which minus sign is written do not matter.
@@ -41,7 +41,7 @@ def gsm8k_score(
 def number_match(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 where the last number of the solution equals the last number of `ground_truth`.
+    """Returns 1.0 where the last number of the solution equals the last number of `ground_truth`.
 
     Raises:
         ValueError: ground_truth holds no number.
@@ -55,14 +55,14 @@ def number_match(
 def exact_match(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 where the solution is `ground_truth`, up to white space around them."""
+    """Returns 1.0 where the solution is `ground_truth`, up to white space around them."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
 
 def math_verify_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 where the solution's final formula equals `ground_truth` mathematically (1/2 and 0.5), judged by math-verify.
+    """Returns 1.0 where math-verify finds the solution's final formula equal to `ground_truth` (as 1/2 and 0.5 are).
 
     Must run in the main thread of a process, as it does in a RewardPool: math-verify bounds its time by signals.
 
@@ -85,10 +85,11 @@ def math_verify_score(
 
 
 def final_answer(text: str) -> str:
-    """What a completion settles on, in one spelling, so that equal answers can be counted (majority vote).
+    """Returns the answer that a completion settles on, in one spelling, so that equal ones can be counted (majority
+    vote).
 
-    The inside of the last `\\boxed{...}`; without one the number that `gsm8k_score` reads; without a number the whole
-    text, stripped. A number is written plainly: `1,234.50` becomes `1234.5`.
+    It is the content of the last `\\boxed{...}`; without one, the number that `gsm8k_score` reads; without a number,
+    the whole text, stripped. A number is written plainly: `1,234.50` becomes `1234.5`.
     """
     _, box, rest = text.rpartition("\\boxed{")
     if box:

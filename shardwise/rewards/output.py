@@ -1,4 +1,4 @@
-"""What reward processes print: read to its end, so that no print waits, and said on this process's standard error."""
+"""Reads what reward processes print, so that no print blocks, and writes it to this process's standard error."""
 
 import select
 import threading
@@ -10,17 +10,17 @@ from shardwise.processes import LastLines
 
 MAX_LINES = 100
 PERIOD_SECONDS = 60.0
-"""So many lines are said in so much time: a print in every call would fill the disk in a long run."""
+"""At most MAX_LINES are written in this time: a print in every call would fill the disk in a long run."""
 MAX_LINE_CHARACTERS = 500
 _READ_BYTES = 1 << 16
-"""Of a line that is longer, each piece counts as one."""
+"""The most bytes to read at a time; each piece of a line that is longer counts as a line."""
 _DRAIN_SECONDS = 0.5
 _GLANCE_SECONDS = 1.0
 
 
 class RateLimitedLog:
-    """Says lines on standard error under one name, at most `MAX_LINES` in `PERIOD_SECONDS`, and when it leaves some
-    out. Threads may share it."""
+    """Writes lines to standard error under one name, at most `MAX_LINES` in `PERIOD_SECONDS`, and says when it leaves
+    some out. Threads may share it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -29,7 +29,7 @@ class RateLimitedLog:
         self._num_lines = 0
 
     def tell(self, line: str) -> None:
-        """Says the first `MAX_LINE_CHARACTERS` of it, if it says it."""
+        """Writes the line, cut to `MAX_LINE_CHARACTERS`, unless the limit on lines leaves it out."""
         with self._lock:
             now = time.monotonic()
             if now - self._since >= PERIOD_SECONDS:
@@ -46,12 +46,12 @@ class RateLimitedLog:
 
 
 class Output:
-    """What a process and its children print. A thread of its own reads it, whatever the others here wait for."""
+    """Reads what a process and its children print, in a thread of its own, whatever the other threads wait for."""
 
     def __init__(self, read_fd: int, log: RateLimitedLog) -> None:
         """
         Args:
-            read_fd: of a pipe they write to, which is closed when nobody can write any more, or soon after `finish`.
+            read_fd: the pipe they write to; closed when nobody can write to it any more, or soon after `finish`.
             log: gets every line.
         """
         self._log = log
@@ -61,20 +61,20 @@ class Output:
         self._thread.start()
 
     def finish(self) -> None:
-        """Waits until what an ended process printed is passed on, a moment at most: a process that it left behind may
-        print for ever, and is not read any more."""
+        """Waits until what an ended process printed is passed on, but only for a moment: a process that it left behind
+        may print forever, and is not read any more."""
         if self._until is None:
             self._until = time.monotonic() + _DRAIN_SECONDS
         self._thread.join(max(0.0, self._until - time.monotonic()))
 
     def last_words(self) -> str:
-        """What an ended process printed last, to follow how it ended; empty where it printed nothing."""
+        """Returns what an ended process printed last, to be appended to how it ended; empty if it printed nothing."""
         self.finish()
         return str(self._last_lines)
 
     def _pass_on(self, read_fd: int) -> None:
-        """The thread. Consumes: lines. Waits for: the next one. Unblocked by: the end of all that can write, or that of
-        the time that `finish` gives."""
+        """Runs in the thread. Consumes: lines. Waits for: the next one. Unblocked by: the end of all processes that can
+        write, or the end of the time that `finish` gives."""
         unfinished = b""
         with open(read_fd, "rb", buffering=0) as pipe:
             poll = select.poll()
@@ -94,5 +94,5 @@ class Output:
 
     def _tell(self, line: bytes) -> None:
         if text := self._last_lines.add(line):
-            with suppress(OSError):  # a full disk is no reason to read no further: prints would fail, or wait for ever
+            with suppress(OSError):  # a full disk is no reason to read no further: prints would fail, or wait forever
                 self._log.tell(text)

@@ -1,4 +1,4 @@
-"""A pool of processes that score completions: bounded in time, named in failure, whole after either."""
+"""A pool of processes that score completions: calls have a deadline, failures say why, and the pool survives both."""
 
 import json
 import time
@@ -19,11 +19,11 @@ from shardwise.rewards.process import (
 
 
 class RewardPool:
-    """`num_workers` processes that call reward functions; every process knows all of them. `close` leaves none behind.
+    """A pool of `num_workers` processes, each of which can call every reward function. `close` leaves none behind.
 
     The functions are imported once, by a fork server, so a process starts in milliseconds. A call that hangs or dies
-    costs its own job and process: the process is replaced, and jobs that were waiting behind the call go to other
-    ones. A child of user code that starts a session of its own is out of reach.
+    costs only its own job and process: the process is replaced, and jobs that waited behind the call go to other
+    processes. A child of user code that starts a session of its own is out of reach.
 
     Example: `for number, function, answer in pool.score(jobs): ...`
     """
@@ -51,7 +51,7 @@ class RewardPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that live now."""
+        """Ids of the processes that exist now, the fork server's first."""
         return [self._server.pid, *(worker.pid for worker in self._workers if worker.pid is not None)]
 
     def close(self) -> None:
@@ -61,14 +61,16 @@ class RewardPool:
         self._server.close()
 
     def score(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, int, Answer]]:
-        """Calls every function on every job, on whichever processes are idle; (job, function, answer) as they arrive.
+        """Calls every function on every job, on whichever processes are idle.
+
+        Yields (index of the job, index of the function, answer) as they arrive.
 
         Consumes: jobs. Waits for: answers. Unblocked by: an answer, the end of a process, or
         reward.timeout_seconds on each call (and a fixed deadline on the import).
 
         Raises:
             RewardError: a job cannot be sent. Closes the pool.
-            ConfigError: a function cannot be loaded, or cannot work in this place. Closes the pool.
+            ConfigError: a function cannot be loaded, or cannot work on this machine. Closes the pool.
         """
         assert self._workers, "the pool is closed"
         try:
@@ -79,11 +81,11 @@ class RewardPool:
             raise
 
     def _score(self, messages: list[str]) -> Iterator[tuple[int, int, Answer]]:
-        """Calls are numbered job by job: number = job * functions + function."""
+        """Does the work of `score`. Calls are numbered job by job: number = job * number of functions + function."""
         num_functions = len(self._functions)
         num_open = len(messages) * num_functions
         pending = deque(range(num_open))
-        # A process that died while it was idle must not take a job of this call with it.
+        # A process that died while it was idle must not be given a job, which it would lose.
         arrived = list(self._collect(pending))
         while num_open:
             self._hand_out(pending, messages)
@@ -124,7 +126,7 @@ class RewardPool:
                     worker.send(call, messages[job], function=function)
 
     def _start(self) -> RewardProcess:
-        if self._server.is_gone and self._server.ready:  # one that has not been ready cannot import the functions
+        if self._server.is_gone and self._server.ready:  # a server that never was ready cannot import the functions
             self._server.close()
             self._server = ForkServer(self._functions, memory_bytes=self._memory_bytes)
         return RewardProcess(self._server, timeout_seconds=self._timeout_seconds, memory_bytes=self._memory_bytes)

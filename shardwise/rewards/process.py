@@ -1,4 +1,4 @@
-"""The parent's side of reward processes, and of the one that forks them: pipes, deadlines and the end of them."""
+"""The parent's side of reward processes, and of the server that forks them: pipes, deadlines, how they are ended."""
 
 import json
 import os
@@ -24,45 +24,45 @@ START_SECONDS = 300.0
 POLL_SECONDS = 0.2
 """The longest sleep between looks at processes and deadlines."""
 AHEAD_SECONDS = 0.05
-"""A process gets the next jobs while it works on this one, about as many as it does in this time: for short jobs the
-way back and forth would cost as much as the call, and on a busy machine much more."""
+"""A process gets its next jobs while it works on the current one, about as many as it does in this time: for short jobs
+the round trip would cost as much as the call, and on a busy machine much more."""
 MAX_AHEAD = 32
 PLENTY = 8
-"""A process with more jobs than this is left alone for a moment: looking at every answer by itself would take the cores
-from the calls."""
+"""A process with more jobs than this is left alone for MOMENT_SECONDS: looking at its answers one by one would take the
+cores from the calls."""
 MOMENT_SECONDS = 0.002
 LONG_SECONDS = 0.2
-"""Jobs that wait behind a call that has run longer are taken back: the call may hang."""
+"""Jobs that wait behind a call that has run longer than this are taken back: the call may hang."""
 _END_SECONDS = 5.0
 _READ_BYTES = 1 << 18
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-"""Whatever the ranks have: a pool of threads that importing starts does not survive a fork, so the first use of it in a
-worker would wait for ever. The processes share the cores as they are."""
+"""Set for reward processes, whatever the ranks have: a thread pool that importing starts does not survive a fork, so
+its first use in a worker would wait forever. The processes share the cores as they are."""
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class WorkerLost(Exception):
-    """The process is gone or must go; the message says why, as what it did."""
+    """The process is gone or must be ended; the message says what it did, as in "did not return within 30 s"."""
 
 
 class ForkServer:
     """A child that imports the reward functions, in a process group of its own, and forks the processes that call them.
 
     No method blocks, apart from `close`, which takes milliseconds, or half a second where what it started keeps its
-    output.
+    output open.
     """
 
     def __init__(self, functions: Sequence[FunctionReward], *, memory_bytes: int | None = None) -> None:
         """
         Args:
-            memory_bytes: that each process may have beyond what importing takes; None sets no limit.
+            memory_bytes: what each process may use beyond what importing takes; None sets no limit.
         """
         self.ready = False
         """Whether the functions are loaded."""
         self.log = RateLimitedLog(
             f"reward function {functions[0].function}" if len(functions) == 1 else "reward functions"
         )
-        """For what this process and those it forks print."""
+        """The log of what this process and those it forks print."""
         self._functions = functions
         self._since = time.monotonic()
         self._unread = b""
@@ -70,7 +70,7 @@ class ForkServer:
         lifeline_read, self._lifeline_fd = os.pipe()
         output_read, output_write = os.pipe()
         try:
-            # It starts where this package lies, so that it finds the package whatever the working directory is.
+            # It starts in the folder that holds this package, so that it finds it whatever the working directory is.
             self._process = subprocess.Popen(
                 # Unbuffered, so that what was printed before a death is not lost.
                 [sys.executable, "-u", "-m", "shardwise.rewards.fork_server", str(theirs.fileno()), str(lifeline_read)],
@@ -108,19 +108,19 @@ class ForkServer:
         return self._process.poll() is not None
 
     def fork(self, pipes: Sequence[int]) -> None:
-        """Asks for a process that reads jobs from, answers on and dies with `pipes`, copies of which are sent.
+        """Requests a process that reads jobs from `pipes`, answers on them and dies with them; it gets copies of them.
 
-        Where the server is gone, so are the copies: what the pipes connect comes to its end.
+        Where the server is gone, so are the copies: the other sides of the pipes then see their end.
         """
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._control, [b"f"], pipes)
 
     def receive(self) -> None:
-        """Hears whether the functions are loaded.
+        """Reads whether the functions are loaded, which sets `ready`.
 
         Raises:
-            ConfigError: a function cannot be loaded, or the process died or hung while importing. JudgeLostError: it
-                was killed meanwhile.
+            ConfigError: a function cannot be loaded, or the process died or hung while importing.
+            JudgeLostError: the process was killed while importing.
         """
         if self.ready:
             return
@@ -148,7 +148,7 @@ class ForkServer:
         if self._control.fileno() < 0:
             return
         self._control.close()
-        if not self.ready or self.is_gone:  # it is in the middle of user code, or could not end what it has started
+        if not self.ready or self.is_gone:  # it is in the midst of user code, or could not end what it had started
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         # A process that the kernel holds in a system call ends when that call does; nothing can hurry it.
@@ -158,7 +158,7 @@ class ForkServer:
         self._output.finish()
 
     def wait_targets(self) -> list[tuple[int, int]]:
-        """(file descriptor, selector events) that make `receive` worth calling."""
+        """Returns the (file descriptor, selector events) after which `receive` has something to do."""
         return [] if self.ready else [(self._control.fileno(), selectors.EVENT_READ)]
 
     def _how_it_ended(self) -> str:
@@ -186,14 +186,14 @@ class RewardProcess:
     def __init__(self, server: ForkServer, *, timeout_seconds: float, memory_bytes: int | None = None) -> None:
         """
         Args:
-            memory_bytes: what the server lets its processes have, for errors.
+            memory_bytes: the server's limit on its processes, for errors.
         """
         self.jobs: deque[int] = deque()
         """Numbers of the jobs it was sent and has not answered; it works on the first."""
         self.pid: int | None = None
-        """None until it is there."""
+        """Its process id; None until it has started."""
         self._seconds_per_job = float("inf")
-        # Numbers in the order of sending: a job that was taken back may be sent to this process again.
+        # Jobs numbered in the order of sending: a job that was taken back may be sent to this process again.
         self._tickets: deque[int] = deque()
         self._next_ticket = 0
         self._taken_back: set[int] = set()
@@ -234,9 +234,9 @@ class RewardProcess:
         return len(self.jobs) > PLENTY and self._head_seconds() < AHEAD_SECONDS
 
     def take_back(self) -> list[int]:
-        """The jobs that wait behind a long call, in order, which may then be sent to other processes.
+        """Takes back the jobs that wait behind a long call, in order; they may then be sent to other processes.
 
-        Where the call ends in this very moment this process may do the first of them too. Its answer is dropped.
+        If the call ends at this very moment, this process may do the first of them too; that answer is dropped.
         """
         if len(self.jobs) < 2 or self._head_seconds() < LONG_SECONDS:
             return []
@@ -250,10 +250,10 @@ class RewardProcess:
         return waiting
 
     def send(self, job: int, arguments: str, *, function: int = 0) -> None:
-        """Hands over a job, `arguments` being JSON; what the pipe does not take now goes out in `receive`.
+        """Sends a job, `arguments` being JSON; what the pipe does not take now goes out in `receive`.
 
         Args:
-            function: which of the functions to call.
+            function: index of the function to call.
         """
         if not self.jobs:
             self._head_since = time.monotonic()
@@ -268,7 +268,7 @@ class RewardProcess:
 
         Raises:
             WorkerLost: the process died, broke the protocol, or has passed a deadline.
-            ConfigError: a function cannot work in this place.
+            ConfigError: a function cannot work on this machine.
         """
         self._flush()
         try:
@@ -292,7 +292,7 @@ class RewardProcess:
     def kill(self) -> None:
         """Ends the process and everything in its process group, and waits until it is gone.
 
-        One that is not there yet will end by itself: it will find its pipe of jobs at its end.
+        A process that has not started yet will end by itself: it will find its pipe of jobs at its end.
         """
         if self.pid is not None:
             if not self._has_ended:
@@ -304,7 +304,7 @@ class RewardProcess:
             os.close(fd)
 
     def last_words(self) -> str:
-        """What it printed last, to follow how it ended; of one that was killed."""
+        """Returns what it printed last, to be appended to how it ended; only after `kill`."""
         return self._output.last_words()
 
     def _wait_for_end(self) -> None:
@@ -318,7 +318,7 @@ class RewardProcess:
                 self._unread += data
 
     def wait_targets(self) -> list[tuple[int, int]]:
-        """(file descriptor, selector events) that make `receive` worth calling."""
+        """Returns the (file descriptor, selector events) after which `receive` has something to do."""
         sending = [(self._job_fd, selectors.EVENT_WRITE)] if self._unsent else []
         return [(self._result_fd, selectors.EVENT_READ), *sending]
 
@@ -329,7 +329,7 @@ class RewardProcess:
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                # Its end shows on the other pipe too, where the answers that it still sent come first.
+                # The process's end shows on the other pipe too, where the answers that it still sent come first.
                 self._unsent = b""
 
     def _read_message(self, line: bytes) -> dict[str, Any] | None:
@@ -341,7 +341,7 @@ class RewardProcess:
                 self.pid = message["ready"]
                 return None
             if "exit" in message:
-                self._has_ended = True  # its number may belong to another process; the server has ended the group
+                self._has_ended = True  # its id may belong to another process; the server has ended the group
                 raise WorkerLost(how_it_ended(message["exit"]) + self._limit)
             if message["job"] in self._taken_back:
                 return None
@@ -354,7 +354,7 @@ class RewardProcess:
         return message | {"job": self.jobs.popleft()}
 
     def _head_seconds(self) -> float:
-        """How long it has worked on the first of its jobs."""
+        """Returns how long it has worked on the first of its jobs."""
         return time.monotonic() - self._head_since
 
     def _check_deadline(self) -> None:

@@ -1,4 +1,4 @@
-"""Answers to reasoning-gym's problems, by the scores that its tasks give."""
+"""Scores answers to reasoning-gym's problems as its tasks do."""
 
 import json
 import re
@@ -9,13 +9,13 @@ from typing import Any
 def reasoning_gym_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], tag: str | None = None
 ) -> float:
-    """The score of the task that made the row (a `.yaml` file among the data files), mostly from 0 to 1.
+    """Returns the score that the row's task (a `.yaml` file among the data files) gives, mostly from 0 to 1.
 
     Args:
-        tag: the answer is what the last `<tag>...</tag>` holds, and nothing where there is none; None: the whole
-            completion.
+        tag: takes what the last `<tag>...</tag>` holds for the answer, nothing where there is none; None takes the
+            whole completion.
     Raises:
-        ValueError: the row is none of reasoning-gym's, or this version makes another problem of it.
+        ValueError: the row is none of reasoning-gym's, or this version generates another problem for it.
     """
     if "reasoning_gym" not in extra_info:
         raise ValueError(
@@ -37,7 +37,7 @@ def reasoning_gym_score(
 
 @lru_cache(maxsize=4096)
 def _problem(row: str) -> tuple[Any, dict[str, Any]]:
-    """The task and the problem of a row. They hold what JSON could not, so they are made again."""
+    """Generates the task and the problem of a row again: they hold what JSON could not."""
     made = json.loads(row)
     dataset = _dataset(json.dumps({key: value for key, value in made.items() if key != "index"}, sort_keys=True))
     return dataset, dataset[made["index"]]

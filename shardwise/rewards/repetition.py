@@ -12,10 +12,10 @@ def ngram_repetition(
     n: int = 4,
     penalty: float = 1.0,
 ) -> float:
-    """-penalty times the share of n-grams of words that stood in the text before; 0 where there is no n-gram.
+    """Returns -penalty times the share of n-grams that occurred earlier in the text; 0 where there is no n-gram.
 
     Args:
-        n: words of an n-gram, in lower case, split at white space.
+        n: number of words in an n-gram; words are in lower case, split at white space.
     Raises:
         ValueError: n is below 1.
     Source: Yeo et al. 2025 (Demystifying Long Chain-of-Thought), section 4.3, as one number for the whole text:

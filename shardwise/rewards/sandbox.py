@@ -1,4 +1,4 @@
-"""Runs a Python program that nobody has read: bounded, without network, and out of reach of everything else."""
+"""Runs an untrusted Python program: bounded, without network, and out of reach of everything else."""
 
 import json
 import os
@@ -29,19 +29,19 @@ class Limits:
     """
 
     wall_seconds: float = 10.0
-    """From its start to its end."""
+    """Seconds from its start to its end."""
     cpu_seconds: int = 10
-    """Of each process."""
+    """Processor time of each process."""
     memory_bytes: int = 1 << 30
     """Address space of each process; all of them together may use num_processes times as much."""
     disk_bytes: int = 64 << 20
-    """What its folder holds, which lies in memory."""
+    """What its folder, which is in memory, may hold."""
     num_processes: int = 16
     """Processes and threads at a time."""
     num_open_files: int = 64
-    """Of each process."""
+    """Open files of each process."""
     output_bytes: int = 1 << 20
-    """Of standard output and standard error each; more ends the program."""
+    """Bytes of standard output, and of standard error; more ends the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def run_python(program: str, *, stdin: str = "", limits: Limits, allow_unsafe: b
     every process it started is gone.
 
     Args:
-        allow_unsafe: run it with the protections that there are.
+        allow_unsafe: whether to run it even where protections are missing.
     Raises:
         ConfigError: a protection is missing on this machine, and allow_unsafe is false.
         RuntimeError: the sandbox itself failed.
@@ -79,7 +79,7 @@ def run_python(program: str, *, stdin: str = "", limits: Limits, allow_unsafe: b
         file = folder / "program.py"
         file.write_bytes(program.encode(errors="replace"))
         if os.geteuid() == 0:
-            scratch.chmod(0o711)  # nobody passes it; a start removes abandoned ones only where it owns them
+            scratch.chmod(0o711)  # lets NOBODY through; a start removes abandoned ones only where it owns them
             os.chown(folder, NOBODY, NOBODY)
             os.chown(file, NOBODY, NOBODY)
         outcome, status = _supervise(str(folder), given.fileno(), limits, allow_unsafe)
@@ -137,7 +137,7 @@ def _supervise(folder: str, stdin_fd: int, limits: Limits, allow_unsafe: bool) -
 
 
 def _read_until_end(pipes: dict[int, bytearray], limits: Limits) -> Literal["time", "output"] | None:
-    """Fills the buffers until all pipes are closed; the limit that was met before."""
+    """Fills the buffers until all pipes are closed; returns the limit that was met before, if any."""
     deadline = time.monotonic() + limits.wall_seconds
     with selectors.DefaultSelector() as selector:
         for fd in pipes:

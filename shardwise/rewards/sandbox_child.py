@@ -1,4 +1,4 @@
-"""The process in which a sandbox is built: run as a script by sandbox.py, it imports the standard library alone.
+"""The process that builds a sandbox: run as a script by sandbox.py, it imports the standard library alone.
 
 What it does, in this order, each step closing what the one before leaves open:
 
@@ -6,7 +6,7 @@ What it does, in this order, each step closing what the one before leaves open:
                       mounts and System V objects
     root folder       only Python, the system's libraries and four devices, read-only, and an empty folder in memory
     drop root         an unprivileged user, whose processes the kernel counts
-    Landlock          the same once more by the kernel's access control; nothing above may be undone
+    Landlock          the same once more, by the kernel's access control; nothing above can be undone
     resource limits   processor time, memory, files, processes
 
 Three processes: this one waits outside; its child is process 1 of the new process namespace and the one whose end ends
@@ -30,7 +30,7 @@ RUN = (
     "import builtins, sys; builtins.exit = builtins.quit = sys.exit; sys.argv = ['program.py']; "
     "exec(compile(open('program.py', encoding='utf-8').read(), 'program.py', 'exec'))"
 )
-"""Programs may call exit(), which -S leaves out."""
+"""The code that starts a program, which may call exit(): Python's -S leaves that out."""
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -44,7 +44,7 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _ALL_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""By version of Landlock: 2 adds linking between folders, 3 truncation, 5 device commands."""
+"""Version of Landlock -> all file rights: 2 adds linking between folders, 3 truncation, 5 device commands."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,7 +70,7 @@ def main(settings_text: str, status_fd: int) -> None:
         _report(status_fd, {"missing": missing})
         return
     die_with_parent()
-    if os.getppid() != settings["caller"]:  # it had died before
+    if os.getppid() != settings["caller"]:  # the caller died before the line above
         return
     first = os.fork()
     if first == 0:
@@ -79,7 +79,7 @@ def main(settings_text: str, status_fd: int) -> None:
 
 
 def build(settings: dict[str, Any], program: bytes) -> tuple[str, list[str]]:
-    """Everything that is done before the fork. Returns the folder to work in, and what is missing."""
+    """Does everything that comes before the fork. Returns the folder to work in and the missing protections."""
     missing: list[str] = []
     folder = str(settings["folder"])
     try:
@@ -102,7 +102,7 @@ def build(settings: dict[str, Any], program: bytes) -> tuple[str, list[str]]:
 
 
 def readable_paths() -> list[str]:
-    """What a Python program needs to read, folders that lie in one another once."""
+    """Returns what a Python program needs to read, without a folder inside another one of them."""
     prefix = os.path.realpath(sys.base_prefix)
     inside_system = any(prefix == folder or prefix.startswith(f"{folder}/") for folder in SYSTEM_FOLDERS)
     return [*SYSTEM_FOLDERS, *([] if inside_system else [prefix])]
@@ -121,25 +121,25 @@ def drop_root(folder: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """Raises Missing where the kernel, or a container around this process, refuses them."""
+    """Gives this process namespaces of its own. Raises Missing: the kernel, or a container around it, refuses them."""
     user, group = os.geteuid(), os.getegid()
     try:
         if user == 0:
-            # Root stays root until the mounts are made: Python may lie in a folder that only root can enter.
+            # Root stays root until the mounts are made: Python may be in a folder that only root can enter.
             _unshare_with_users([0, NOBODY])
         else:
             _check(_libc.unshare(_NAMESPACES))
             _write("/proc/self/setgroups", "deny")
             _write("/proc/self/uid_map", f"{user} {user} 1")
             _write("/proc/self/gid_map", f"{group} {group} 1")
-        # No further namespaces inside, in which the program would have privileges again.
+        # Allows no further namespaces inside, in which the program would have privileges again.
         _write("/proc/sys/user/max_user_namespaces", "0")
     except OSError as error:
         raise Missing(f"user, process, network and mount namespaces ({error.strerror})") from None
 
 
 def _unshare_with_users(users: list[int]) -> None:
-    """More than one user can be mapped only from outside, by a child that stays there."""
+    """Enters the namespaces with several users mapped, which only a child that stays outside can do."""
     mapping = "".join(f"{user} {user} 1\n" for user in users)
     target = os.getpid()
     go_read, go_write = os.pipe()
@@ -154,7 +154,7 @@ def _unshare_with_users(users: list[int]) -> None:
             os._exit(error.errno or 1)
         os._exit(0)
     try:
-        # Process 1 of the new namespace is the next child, so the helper had to come before.
+        # The next child is process 1 of the new namespace, so the helper had to be started before.
         _check(_libc.unshare(_NAMESPACES))
     finally:
         os.close(go_read)
@@ -165,7 +165,7 @@ def _unshare_with_users(users: list[int]) -> None:
 
 
 def change_root(folder: str, *, size_bytes: int) -> None:
-    """Makes `folder` a file system in memory with read-only windows to what Python needs, and the root folder.
+    """Makes `folder` a file system in memory that shows what Python needs, read-only, and makes it the root folder.
 
     Raises:
         Missing: a mount is refused.
@@ -200,13 +200,14 @@ def change_root(folder: str, *, size_bytes: int) -> None:
 
 
 def landlock_version() -> int:
-    """0 or less where the kernel has none."""
+    """Returns the kernel's version of Landlock; 0 or less where it has none."""
     return int(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
 def restrict_files(folder: str) -> None:
-    """Landlock: read and execute the system's files, write to `folder` and to /dev/null, nothing else; from version 6
-    signals to processes outside are refused too. It holds for all children and cannot be taken back."""
+    """Restricts this process by Landlock: it may read and execute the system's files, and read and write `folder` and
+    the devices, nothing else; from version 6 signals to processes outside are refused too. It holds for all children
+    and cannot be undone."""
     version = landlock_version()
     rights = _ALL_RIGHTS[min(version, 5)]
     attributes = [rights, 0b11 if version >= 4 else 0, 0b11 if version >= 6 else 0]
@@ -224,7 +225,7 @@ def restrict_files(folder: str) -> None:
 
 
 def limit_resources(settings: dict[str, Any], *, count_processes: bool) -> None:
-    """Limits for this process and, each on its own, for its children; the number of processes is for all together."""
+    """Limits this process and each of its children on its own; the number of processes is a limit on all together."""
     cpu = settings["cpu_seconds"]
     limits = {
         resource.RLIMIT_CPU: (cpu, cpu + 1),  # SIGXCPU, then SIGKILL
@@ -243,12 +244,12 @@ def limit_resources(settings: dict[str, Any], *, count_processes: bool) -> None:
 
 
 def die_with_parent() -> None:
-    """Set after the user was changed, which forgets it."""
+    """Lets the kernel kill this process when its parent dies. Call it after a change of user, which cancels it."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _be_process_one(settings: dict[str, Any], folder: str, status_fd: int, *, confined: bool) -> int:
-    """Collects dead processes until the program ends. With this process the kernel ends all others in the namespace."""
+    """Reaps dead processes until the program ends. When this process ends, the kernel ends all in the namespace."""
     die_with_parent()
     program = os.fork()
     if program == 0:

@@ -1,11 +1,11 @@
-"""What a reward process does: reads jobs from one pipe, answers on another, one JSON object per line.
+"""The main loop of a reward process: reads jobs from one pipe, answers on another, one JSON object per line.
 
     nothing  ->  {"ready": its process id}
     {"skip": 4}  ->  nothing, where job 4 has not begun
     {"job": 3, "function": 0, "arguments": {"data_source": ..., ...}}  ->  {"job": 3, "score": 1.0, "parts": {}}
                                                           {"job": 3, "failure": "ValueError: ... (rules.py line 12)"}
 
-Where a function cannot work in this place at all, it says {"error": "why"} and ends. Standard output is not part of
+Where a function cannot work on this machine at all, it says {"error": "why"} and ends. Standard output is not part of
 the protocol, so whatever user code prints cannot break it.
 """
 
@@ -36,13 +36,13 @@ from shardwise.rewards.repetition import ngram_repetition
 
 _READ_BYTES = 1 << 16
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What every function is called with."""
+"""The keyword arguments that every function is called with."""
 _INSTEAD = {
     "class": "name a function, or an object of the class that can be called",
     "coroutine function": "name a function (def) that runs it with asyncio.run",
     "generator": "return the score, do not yield it",
 }
-"""Of what is no function."""
+"""Kind of something that is no function -> what errors tell the user to do instead."""
 _OF_THE_COMPLETION_ALONE = (pattern_match, overlong_penalty, target_length, ngram_repetition)
 """Built-in functions that score an empty completion too, whatever the row is, unless their parameters are wrong."""
 
@@ -70,11 +70,11 @@ def work(functions: Sequence[RewardFunction], job_fd: int, result_fd: int) -> No
 
 
 def load_with_parameters(spec: str, parameters: dict[str, Any]) -> RewardFunction:
-    """The function, called with `parameters` beside the arguments of each call.
+    """Loads a function and binds `parameters` to it, beside the arguments that each call gives.
 
     Raises:
         ConfigError: as `load_function`, or a call of it would give no score (`kind_of_callable`), or it takes no such
-            parameter, or needs one that is not given, or is a built-in one that its parameters keep from scoring.
+            parameter, or needs one that is not given, or is a built-in that cannot score with these parameters.
     """
     function = load_function(spec)
     if (kind := kind_of_callable(function)) != "function":
@@ -99,10 +99,10 @@ def load_with_parameters(spec: str, parameters: dict[str, Any]) -> RewardFunctio
 
 
 def judge(function: RewardFunction, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Calls the function; {"score": ..., "parts": ...} or {"failure": why there is no score}.
+    """Calls the function; returns {"score": ..., "parts": ...} or {"failure": why there is no score}.
 
     Raises:
-        ConfigError: the function can score no completion here, whichever it is.
+        ConfigError: the function can score no completion at all on this machine.
     """
     try:
         return read_score(function(**arguments))
@@ -133,13 +133,13 @@ def read_score(returned: Any) -> dict[str, Any]:
 
 
 def finite_numbers(values: Mapping[Any, Any]) -> dict[str, float]:
-    """Those of the values that are finite numbers."""
+    """Returns those of the values that are finite numbers, by name."""
     numbers_by_name = {writable(str(name)): finite_number(value) for name, value in values.items()}
     return {name: number for name, number in numbers_by_name.items() if number is not None}
 
 
 def finite_number(value: Any) -> float | None:
-    """The value as one, bool and numpy scalars too; None where it is none."""
+    """Returns the value as a finite number (bool and numpy scalars count); None where it is none."""
     # numpy's bool and torch's 0-d tensors are numbers only through item().
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
         value = value.item()
@@ -161,7 +161,7 @@ def _show(value: Any) -> str:
 
 
 def _messages(jobs: io.FileIO) -> Iterator[dict[str, Any]]:
-    """The jobs to do. What has arrived is read before the next one is begun: it may say that one is to be skipped."""
+    """Yields the jobs to do. It reads all that has arrived before it yields the next: jobs may have to be skipped."""
     waiting: list[dict[str, Any]] = []
     unread = b""
     ready = select.poll()
