@@ -17,7 +17,7 @@ _HAS_GPU = torch.accelerator.is_available()
 ARGS = (
     {"attention_backend": "triton"}
     if _HAS_GPU
-    else {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 8192, "sleep_on_idle": True}
+    else {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 8192}
 )
 VARIABLES = (
     {}

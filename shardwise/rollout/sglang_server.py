@@ -80,7 +80,9 @@ class SglangServer:
             self._log = folder / "log"
             # In a folder of this user's alone: everybody can read the arguments of a process.
             arguments = folder / "arguments.yaml"
-            given = {"log_level": "warning"} | config.args | {name: ours.value for name, ours in own.items()}
+            # Without a request its scheduler would keep a core of the trainer's busy.
+            defaults = {"log_level": "warning", "sleep_on_idle": True}
+            given = defaults | config.args | {name: ours.value for name, ours in own.items()}
             arguments.write_text(json.dumps({name.replace("_", "-"): value for name, value in given.items()}))
             self._process = self._launch(arguments)
             undone.callback(self._end)

@@ -52,7 +52,7 @@ def test_arguments_reach_the_server_and_keys_are_not_for_others_to_read(folder, 
     assert (given["--max-running-requests"], given["--dtype"], given["--base-gpu-id"]) == ("4", "float32", "0")
     assert (given["--context-length"], given["--log-level"], given["--weight-version"]) == ("40", "error", "0")
     assert {"--skip-tokenizer-init", "--enable-deterministic-inference", "--disable-radix-cache"} <= set(words)
-    assert "--enable-memory-saver" in words
+    assert {"--enable-memory-saver", "--sleep-on-idle"} <= set(words)
     assert "--enable-weights-cpu-backup" not in words
     assert (given["--api-key"], given["--admin-api-key"]) == keys
     assert keys[0] != keys[1]

@@ -27,7 +27,7 @@ with heavy_imports():
 CPU = torch.device("cpu")
 FLAGS = [
     *("--skip-tokenizer-init", "--enable-deterministic-inference", "--disable-radix-cache", "--enable-memory-saver"),
-    "--enable-weights-cpu-backup",
+    *("--enable-weights-cpu-backup", "--sleep-on-idle"),
 ]
 OPTIONS = {
     **dict.fromkeys(("--model-path", "--host", "--api-key", "--admin-api-key", "--weight-version"), str),
