@@ -5,7 +5,7 @@ The same under `shardwise --nproc`, under torchrun, and alone on one process.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Self
 
@@ -26,7 +26,8 @@ _FOR_AS_LONG_AS_IT_TAKES = timedelta(days=30)
 class RankGroup:
     """Rank 0's view of a group of ranks. If it is one of them, its own worker is called directly, in this process.
 
-    Calls from several threads wait for each other, so that ranks always work on one call together.
+    Calls from several threads, of this group or of parts of it, wait for each other where they go to the same rank: a
+    command and its answer are several messages on one connection, and ranks always work on one call together.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RankGroup:
         timeout_key: str = "engine.collective_timeout_seconds",
         ranks: Sequence[int] | None = None,
         background: Self | None = None,
+        locks: Sequence[threading.Lock] | None = None,
     ) -> None:
         """
         Args:
@@ -47,13 +49,14 @@ class RankGroup:
             timeout_key: the config key that sets it.
             ranks: the members in ascending order; None: every rank.
             background: the group of the same ranks over other connections, with workers of its own.
+            locks: one for the connection to each rank, of the groups that share them; None: no other group does.
         """
         self._worker = worker
         self._control = control
         self._timeout = timedelta(seconds=timeout_seconds)
         self._timeout_key = timeout_key
         self.ranks = range(control.size()) if ranks is None else ranks
-        self._lock = threading.Lock()
+        self._locks = [threading.Lock() for _ in range(control.size())] if locks is None else locks
         self.size = len(self.ranks)
         self.background = background
 
@@ -84,6 +87,7 @@ class RankGroup:
             timeout_seconds=timeout_seconds,
             timeout_key=timeout_key,
             ranks=self.ranks[first:last],
+            locks=self._locks,
             background=None
             if beside is None
             else beside.part(
@@ -92,17 +96,27 @@ class RankGroup:
         )
 
     def shutdown(self) -> None:
-        """Lets the other ranks return from `serve`, in the background too."""
+        """Lets the other ranks return from `serve`, in the background too. Waits for calls that other threads are in;
+        those that come later wait for ever, since nobody would answer them.
+
+        Raises:
+            RankSilentError: a rank was longer in such a call, or took longer to hear of the end, than it may.
+        """
         if self.background is not None:
             self.background.shutdown()
-        for rank in self.ranks:
-            if rank != 0:
+        others = [rank for rank in self.ranks if rank != 0]
+        for rank in others:
+            if not self._locks[rank].acquire(timeout=self._timeout.total_seconds()):
+                raise self._silence(rank, "take", "shutdown")
+        with self._watch("take", "shutdown") as rank_in_turn:
+            for rank in others:
+                rank_in_turn[0] = rank
                 _send(_command(_SHUTDOWN, []), rank, self._control, self._timeout)
 
     def _run(self, method: str, messages: Sequence[Tensor], own_args: Sequence[Any]) -> list[Any]:
         # Each rank has its time from the answer of the one before. What rank 0 does itself has no deadline.
         deadline_seconds = 0.0 if self.ranks[0] == 0 else self.size * self._timeout.total_seconds()
-        with self._lock, commanded(method, own_args, deadline_seconds=deadline_seconds):
+        with self._turn(), commanded(method, own_args, deadline_seconds=deadline_seconds):
             with self._watch("take", method) as rank_in_turn:
                 for rank, message in zip(self.ranks, messages, strict=True):
                     rank_in_turn[0] = rank
@@ -119,6 +133,14 @@ class RankGroup:
         return [result for result, _ in answers]
 
     @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Inside no other call goes to these ranks."""
+        with ExitStack() as stack:
+            for rank in self.ranks:  # in the same order in every thread, or two might wait for each other
+                stack.enter_context(self._locks[rank])
+            yield
+
+    @contextmanager
     def _watch(self, verb: str, method: str) -> Iterator[list[int]]:
         """Turns the transport's timeout, which names nobody, into an error that names the rank and the call."""
         rank_in_turn = [0]
@@ -127,10 +149,13 @@ class RankGroup:
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise
-            raise RankSilentError(
-                f"rank {rank_in_turn[0]} did not {verb} `{method}` within {self._timeout.total_seconds():.0f} s "
-                f"({self._timeout_key}); it hangs, or if it is only slow, raise that"
-            ) from error
+            raise self._silence(rank_in_turn[0], verb, method) from error
+
+    def _silence(self, rank: int, verb: str, method: str) -> RankSilentError:
+        return RankSilentError(
+            f"rank {rank} did not {verb} `{method}` within {self._timeout.total_seconds():.0f} s "
+            f"({self._timeout_key}); it hangs, or if it is only slow, raise that"
+        )
 
 
 def _command(method: str, args: Sequence[Any]) -> Tensor:

@@ -8,7 +8,7 @@ from shardwise.data import supervised_samples
 from shardwise.recipes.build import open_companion, open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.rows import open_rows
-from shardwise.recipes.run import Run
+from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample
 
 
@@ -18,6 +18,8 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
     keys, num_tokens = longest_sequence(config)
     teacher_model = open_companion(config.teacher.model, model, keys=keys, num_tokens=num_tokens)
     rows = open_rows(supervised_samples, config.data, trainer, model, companions=[teacher_model])
+    if is_finished("distill", config, total_steps=rows.total_steps):
+        return
     teacher = build_engine(group, "teacher", teacher_model.config, config.teacher_layout())
     student = build_engine(
         group,

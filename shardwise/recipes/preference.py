@@ -12,7 +12,7 @@ from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.losses import preference_losses
 from shardwise.recipes.rows import open_rows
-from shardwise.recipes.run import Run
+from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample
 
 
@@ -26,6 +26,8 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
             f"data.validation_files leave one row, and loss={config.loss.name} estimates its KL divergence from "
             "prompts with the answers to others; give at least 2"
         )
+    if is_finished("preference", config, total_steps=rows.total_steps):
+        return
     policy = build_engine(
         group,
         "policy",

@@ -11,7 +11,7 @@ from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.losses import reward_model_losses
 from shardwise.recipes.rows import open_rows
-from shardwise.recipes.run import Run
+from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample
 
 
@@ -20,6 +20,8 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
     AutoModelForSequenceClassification."""
     model, trainer = open_model(config.model), config.trainer
     rows = open_rows(preference_pairs, config.data, trainer, model, samples_per_row=2)
+    if is_finished("reward-model", config, total_steps=rows.total_steps):
+        return
     scorer = build_engine(
         group,
         "reward model",

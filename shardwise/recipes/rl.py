@@ -27,7 +27,7 @@ from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Engines, Learner
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.reward_engines import build_reward_engines
-from shardwise.recipes.run import Run
+from shardwise.recipes.run import Run, is_finished
 from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas, warn_of_unseen_tools
 from shardwise.recipes.sampling.pipeline import Pipeline
 from shardwise.recipes.sampling.rollouter import Rollouter
@@ -56,6 +56,26 @@ class Companions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """What a run is made from, as it is on the disk."""
+
+    model: OpenedModel
+    """The policy's."""
+    companions: Companions
+    rollout: RolloutConfig
+    """With the tokens banned that stand for parts of images to a companion."""
+    examples: Loaded[Example]
+    held_out: list[Example]
+    stream: PromptStream
+    total_steps: int
+
+    @property
+    def media_token_ids(self) -> frozenset[int]:
+        """Of every model."""
+        return self.companions.media_token_ids.union(self.model.media_token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
     """Of a run that is ready for its first step."""
 
@@ -78,7 +98,10 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     Args:
         group: every rank; the last ones only sample where rollout.placement=split.
     """
-    with _opened(config, group) as parts:
+    ranks, inputs = Ranks.of(group, config), _open(config)
+    if is_finished("rl", config, total_steps=inputs.total_steps):
+        return
+    with _built(config, ranks, inputs) as parts:
         run, pipeline, weights = parts.run, parts.pipeline, parts.weight_sync
         sample_log = run.sample_log()
         weights.sync(run.first_step - 1)
@@ -112,10 +135,8 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
             run.report(step, metrics, num_tokens=rollout.num_tokens, incidents=incidents)
 
 
-@contextmanager
-def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
-    """Reads the data, builds every engine, and continues the run that is there, if one is."""
-    ranks = Ranks.of(group, config)
+def _open(config: RLConfig) -> _Inputs:
+    """Reads the data, and of models all but their weights."""
     model = open_model(config.model)
     model.context.require(*longest_sequence(config))
     require_tool_tags(config.rollout.environment, model.tokenizer)
@@ -134,8 +155,23 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
     total_steps = config.trainer.total_steps or steps_of(
         config.trainer.num_epochs, num_rows=len(examples.rows), batch_size=config.rollout.num_prompts
     )
-    engines = build_engines(config, model, ranks.trainers, total_steps, companions)
-    ranks.build_rollout(model.config, config.model_copy(update={"rollout": rollout}))
+    return _Inputs(
+        model=model,
+        companions=companions,
+        rollout=rollout,
+        examples=examples,
+        held_out=held_out,
+        stream=stream,
+        total_steps=total_steps,
+    )
+
+
+@contextmanager
+def _built(config: RLConfig, ranks: Ranks, inputs: _Inputs) -> Iterator[_Parts]:
+    """Builds every engine, and continues the run that is there, if one is."""
+    model, examples, total_steps = inputs.model, inputs.examples, inputs.total_steps
+    engines = build_engines(config, model, ranks.trainers, total_steps, inputs.companions)
+    ranks.build_rollout(model.config, config.model_copy(update={"rollout": inputs.rollout}))
     learner = Learner(engines, config)
     reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers)
     sync_gate: SyncGate | None = None
@@ -149,12 +185,12 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
             config.rollout,
             rewards,
             max_prompt_tokens=config.data.max_prompt_tokens,
-            media_token_ids=media_token_ids,
+            media_token_ids=inputs.media_token_ids,
             sync_gate=sync_gate,
         ) as rollouter,
         Pipeline(
-            Sampler(rollouter, stream, examples.rows, config),
-            stream,
+            Sampler(rollouter, inputs.stream, examples.rows, config),
+            inputs.stream,
             total_steps=total_steps,
             max_staleness=config.rollout.max_staleness if ranks.are_split else None,
             sync_gate=sync_gate,
@@ -183,7 +219,7 @@ def _opened(config: RLConfig, group: WorkerGroup) -> Iterator[_Parts]:
                 image_token_id=None if model.vision is None else model.vision.image_token_id,
             ),
             token_account=token_account,
-            held_out=held_out,
+            held_out=inputs.held_out,
             counts={f"data/{name}": MetricValue.max(count) for name, count in examples.counts.items()},
         )
 

@@ -43,6 +43,27 @@ class Stateful(Protocol):
         ...
 
 
+def is_finished(title: str, config: TrainingConfig, *, total_steps: int) -> bool:
+    """Returns whether a run that is resumed has no step left, and tells so. It need not be built then, and its folder,
+    where another process may be at work, stays as it is.
+
+    Raises:
+        ConfigError: as Run, or trainer.resume names a checkpoint of another folder that has no step left. ModelError:
+            as Run.
+    """
+    start = find_start(config)
+    if start is None or start.step < total_steps:
+        return False
+    how = (
+        f"{start.checkpoint} has done {start.step} steps, and the run is of {total_steps}; a larger "
+        "trainer.total_steps continues it, trainer.resume=never starts anew and moves it aside"
+    )
+    if not start.in_place:
+        raise ConfigError(f"trainer.resume={config.trainer.resume} leaves nothing to do: {how}")
+    print(f"{title}: nothing to do: {how}", flush=True)
+    return True
+
+
 class Run:
     """A training run in `trainer.output_dir`. A context manager: inside it, engines and parts are where the checkpoint
     that it resumes from was, if there is one.
@@ -78,8 +99,6 @@ class Run:
         self._config = config
         self._files = fingerprints(config)
         self._start = find_start(config, files=self._files)
-        if self._is_finished and self.last_logged_step is None:
-            raise ConfigError(f"trainer.resume={self._trainer.resume} leaves nothing to do: {self._how_to_go_on()}")
         self.output_dir = Path(self._trainer.output_dir)
         self.spans = Spans(enter_phase)
         self._stopping = Stopping(self._trainer)
@@ -112,10 +131,6 @@ class Run:
         """What logs have at least, up to the step that the run goes on from."""
         return {} if self._start is None else self._start.log_lengths
 
-    @property
-    def _is_finished(self) -> bool:
-        return self.first_step > self._total_steps
-
     def sample_log(self) -> SampleLog:
         """samples.jsonl beside the other logs, which is closed with them."""
         log = SampleLog(
@@ -125,11 +140,6 @@ class Run:
         return self._open.enter_context(log)
 
     def __enter__(self) -> Self:
-        self._open = ExitStack()
-        if self._is_finished:
-            self._load_initial_weights()
-            print(f"{self._title}: nothing to do: {self._how_to_go_on()}", flush=True)
-            return self
         with ExitStack() as stack:
             self._lock = stack.enter_context(writer_lock(self.output_dir))
             self._start = find_start(self._config, files=self._files, reader=self._loader)
@@ -255,8 +265,7 @@ class Run:
         self._loader.load_weights_alone(self._start.checkpoint, self._start.lost_states)
 
     def _load_initial_weights(self) -> None:
-        """Of the engines that no checkpoint has brought any: also where nothing is left to do, for rl serves weights
-        before its first step."""
+        """Of the engines that no checkpoint has brought any."""
         for engine in self._engines.values():
             engine.load_initial_weights()
 
@@ -335,13 +344,6 @@ class Run:
                 doubt = "was not looked through for NaN and infinities when it was written"
                 warn(f"{self._start.checkpoint} {doubt}")
             print(f"{self._title}: resumes from {self._start.checkpoint}", flush=True)
-
-    def _how_to_go_on(self) -> str:
-        assert self._start is not None
-        return (
-            f"{self._start.checkpoint} has done {self._start.step} steps, and the run is of {self._total_steps}; a "
-            "larger trainer.total_steps continues it, trainer.resume=never starts anew and moves it aside"
-        )
 
     def _save(self, step: int) -> None:
         with self.spans("save"):

@@ -9,7 +9,7 @@ from shardwise.data import supervised_samples
 from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.rows import open_rows
-from shardwise.recipes.run import Run
+from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
 
@@ -17,6 +17,8 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` sequences."""
     model = open_model(config.model)
     rows = open_rows(partial(supervised_samples, vision=model.vision), config.data, config.trainer, model)
+    if is_finished("sft", config, total_steps=rows.total_steps):
+        return
     policy = build_engine(
         group,
         "policy",

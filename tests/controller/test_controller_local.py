@@ -1,6 +1,7 @@
 """RankGroup on two real ranks; the commands are in conftest.py."""
 
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from ranks import call_store
 
+from shardwise.controller.base import RankSilentError
 from shardwise.controller.launch import launch
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect, process_group
@@ -76,8 +78,12 @@ def test_a_group_of_one_calls_its_worker_directly():
 
 
 class Sleeper:
+    num_calls = 0
+
     def sleep(self, seconds):
+        self.num_calls += 1
         time.sleep(seconds * torch.distributed.get_rank())
+        return self.num_calls
 
 
 def sleep_in_both_groups():
@@ -100,7 +106,66 @@ def sleep_in_both_groups():
 
 
 def test_calls_beside_a_part_keep_the_deadline_of_the_whole(run_ranks):
-    assert run_ranks(sleep_in_both_groups, 2)[0] == ([None, None], [None, None])
+    assert run_ranks(sleep_in_both_groups, 2)[0] == ([1, 1], [1, 1])
+
+
+def shut_down_under_calls(seconds, timeout_seconds):
+    """Of rank 0: what two calls of a part answered in a thread, and what became of the end of the whole, which comes
+    during the first. Of rank 1: how many it heard of."""
+    worker, rank = Sleeper(), Rank(torch.distributed.get_rank(), 2, 0)
+    control = connect("control", rank, call_store(), timeout=timedelta(seconds=20))
+    if rank.rank == 1:
+        serve(worker, control)
+        return worker.num_calls
+    whole = RankGroup(worker, control, timeout_seconds=timeout_seconds, timeout_key="short")
+    part, answers = whole.part(1, 2, timeout_seconds=20, timeout_key="long"), []
+
+    def sample():
+        for seconds_asleep in (seconds, 0):
+            answers.append(part.call("sleep", seconds_asleep))
+
+    sampling = threading.Thread(target=sample, daemon=True)
+    sampling.start()
+    time.sleep(seconds / 4)
+    try:
+        whole.shutdown()
+        failure = None
+        sampling.join(0.5)  # for good, where its second call comes after the end
+    except RankSilentError as error:
+        failure = str(error)
+        sampling.join()
+        whole.shutdown()
+    return answers, failure
+
+
+def test_the_end_waits_for_a_call_of_another_thread_and_is_no_part_of_the_next(run_ranks):
+    """Mixed messages of two commands would be read as one. Which of the end and the second call comes first is open."""
+    (answers, failure), num_heard = run_ranks(shut_down_under_calls, 2, 1.0, 10)
+    assert failure is None
+    assert answers == [[1], [2]][:num_heard]
+
+
+def test_the_end_names_the_rank_that_a_call_of_another_thread_keeps_for_longer_than_it_may(run_ranks):
+    (answers, failure), num_heard = run_ranks(shut_down_under_calls, 2, 3.0, 1)
+    assert failure == "rank 1 did not take `shutdown` within 1 s (short); it hangs, or if it is only slow, raise that"
+    assert (answers, num_heard) == ([[1], [2]], 2)
+
+
+def shut_down_a_rank_that_is_elsewhere():
+    """Of rank 0: what became of it."""
+    control = connect("control", Rank(torch.distributed.get_rank(), 2, 0), call_store(), timeout=timedelta(seconds=20))
+    if torch.distributed.get_rank() == 0:
+        with pytest.raises(RankSilentError) as raised:
+            RankGroup(Sleeper(), control, timeout_seconds=1, timeout_key="short").shutdown()
+        torch.distributed.barrier()
+        return str(raised.value)
+    torch.distributed.barrier()
+    return None
+
+
+def test_the_end_names_a_rank_that_does_not_serve(run_ranks):
+    failure, _ = run_ranks(shut_down_a_rank_that_is_elsewhere, 2)
+    assert failure == "rank 1 did not take `shutdown` within 1 s (short); it hangs, or if it is only slow, raise that"
 
 
 def sleep_within_a_stall_limit(first):

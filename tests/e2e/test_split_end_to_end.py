@@ -43,6 +43,10 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def saved_steps(run: Path) -> list[int]:
+    return sorted(int(folder.name.removeprefix("step_")) for folder in (run / "checkpoints").glob("step_*"))
+
+
 def assert_same_run(found: Path, expected: Path) -> None:
     assert without_staleness(lines(found / "metrics.jsonl")) == without_staleness(lines(expected / "metrics.jsonl"))
     for name in ("samples.jsonl", "checkpoints/step_5/hf/model.safetensors"):
@@ -92,6 +96,88 @@ def test_a_run_goes_on_bitwise_with_the_rollouts_that_were_ahead(ahead, assets, 
     done = job(2, "rl", *options(assets, run), *AHEAD, timeout=240)
     assert done.code == 0, done.err
     assert_same_run(run, ahead)
+
+
+def test_a_run_that_is_stopped_ahead_goes_on_bitwise(ahead, assets, job, tmp_path):
+    run = tmp_path / "run"
+    done = job(2, "rl", *options(assets, run), *AHEAD, "trainer.max_time_seconds=0.1", timeout=240)
+    assert done.code == 75, done.err
+    assert saved_steps(run) == [1]
+    done = job(2, "rl", *options(assets, run), *AHEAD, timeout=240)
+    assert done.code == 0, done.err
+    assert_same_run(run, ahead)
+
+
+NOTED = """
+import time
+
+
+class Noted:
+    "Every episode that begins is noted; all of a step take longer together than its training does."
+
+    def __init__(self, *, notes):
+        self.notes = notes
+
+    def reset(self, example):
+        with open(self.notes, "a") as file:
+            file.write(f"{example.uid}\\n")
+        time.sleep(0.5)
+
+    def step(self, response):
+        return None
+
+    def reward(self):
+        return 1.0
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("stop", "code"),
+    [("trainer.max_time_seconds=0.1", 75), ("trainer.faults=[rank=0 step=1 phase=sync action=terminate]", 143)],
+    ids=["time", "SIGTERM"],
+)
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param(["trainer.async_save=false"], marks=pytest.mark.full), ["rollout.partial=true"]],
+    ids=["async", "sync", "partial"],
+)
+def test_a_run_that_is_stopped_far_ahead_samples_nothing_that_its_checkpoint_lacks(
+    assets, job, tmp_path, stop, code, more
+):
+    """A rollout in flight would keep the rank that samples from hearing of the end."""
+    (tmp_path / "noted.py").write_text(NOTED)
+    noted = json.dumps({"path": f"{tmp_path / 'noted.py'}:Noted", "parameters": {"notes": str(tmp_path / "notes")}})
+    given = [
+        *SPLIT,
+        "rollout.max_staleness=50",
+        f"rollout.environment={noted}",
+        "reward.functions=[{type: environment}]",
+    ]
+    run = tmp_path / "run"
+    done = job(2, "rl", *options(assets, run), *given, "trainer.total_steps=100", *more, stop, timeout=240)
+    assert done.code == code, done.err
+    assert "resumable: the same command continues after step 1" in done.out
+    assert saved_steps(run) == [1]
+    state = json.loads((run / "checkpoints" / "step_1" / "state" / "run.json").read_text())["content"]["parts"]
+    num_begun = len((tmp_path / "notes").read_text().splitlines())
+    assert num_begun == 16 * (1 + len(state["pipeline"]["ready"])), "4 completions of 4 prompts in a step"
+
+
+@pytest.mark.parametrize("more", [[], ["rollout.partial=true"]], ids=["whole", "partial"])
+def test_an_error_ends_every_rank_whatever_is_in_flight(assets, job, tmp_path, more):
+    """Without a word of the thread that samples."""
+    slow = ["rollout.max_response_tokens=50", "rollout.max_concurrent_sequences=1", "trainer.validate_every_steps=0"]
+    given = [*SPLIT, "rollout.max_staleness=3", *slow, *more]
+    fault = "trainer.faults=[rank=0 step=2 phase=backward action=raise]"
+    done = job(2, "rl", *options(assets, tmp_path / "run"), *given, fault, timeout=120)
+    assert done.code == 1
+    assert "error: rank 0: the fault plan raises in phase backward\n" in done.err
+    assert "rank 1: another rank ended or hangs; its own message tells why" in done.err
+    assert "generate" not in done.err
+    assert saved_steps(tmp_path / "run") == []
 
 
 @pytest.mark.full

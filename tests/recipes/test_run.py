@@ -9,10 +9,22 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardwise.config import ConfigError, ExportError, ModelConfig, RLConfig, SFTConfig
+from shardwise.config import (
+    ConfigError,
+    DistillConfig,
+    ExportError,
+    ModelConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from shardwise.controller.base import RankSilentError
 from shardwise.observability import LogFile
-from shardwise.recipes.run import Run
+from shardwise.recipes import distill, preference, reward_model, rl, sft
+from shardwise.recipes.checkpointing.manifest import write_manifest
+from shardwise.recipes.checkpointing.resume import write_run
+from shardwise.recipes.run import Run, is_finished
 from shardwise.recipes.stopping import Stopped
 from shardwise.types import MetricValue
 
@@ -312,16 +324,6 @@ def test_logs_are_on_the_disk_before_a_checkpoint_has_its_name_and_rows_that_are
     assert f"{tmp_path / 'samples.jsonl'} lacks {num_bytes} bytes" in told
 
 
-def test_a_run_that_has_nothing_to_do_has_the_weights_of_its_model_folder(tmp_path, fake_group, run_of):
-    run_to(run_of(tmp_path, total_steps=2), 2)
-    group = fake_group(1, load_initial_weights=lambda *_: 250)
-    run = run_of(tmp_path, group, total_steps=2)
-    run._engines[""].has_weights = False
-    with run:
-        assert list(run.steps()) == []
-    assert group.calls == [("load_initial_weights", "policy")]
-
-
 def test_a_checkpoint_that_fails_leaves_nothing_and_the_earlier_one_whole(tmp_path, fake_group, run_of):
     def full(*arguments):
         if "step_4" in arguments[-1]:
@@ -360,19 +362,73 @@ def test_a_metric_of_keep_best_that_is_never_reported_ends_the_run_after_its_fir
     assert steps_saved(tmp_path) == {"step_2"}
 
 
-def test_what_is_finished_is_not_loaded_again(tmp_path, fake_group, run_of, capsys):
+@pytest.mark.parametrize(("total_steps", "finished"), [(4, True), (5, True), (6, False)])
+def test_a_run_is_finished_that_has_done_all_of_its_steps_and_says_so(tmp_path, run_of, capsys, total_steps, finished):
     run_to(run_of(tmp_path), 5)
-    group = group_of(fake_group)
-    with run_of(tmp_path, group) as run:
-        assert list(run.steps()) == []
-    assert group.calls == []
-    assert "sft: nothing to do: " in capsys.readouterr().out
+    capsys.readouterr()
+    assert is_finished("sft", config(tmp_path), total_steps=total_steps) is finished
+    told = (
+        f"sft: nothing to do: {tmp_path / 'checkpoints' / 'step_5'} has done 5 steps, and the run is of {total_steps}; "
+        "a larger trainer.total_steps continues it, trainer.resume=never starts anew and moves it aside\n"
+    )
+    assert capsys.readouterr().out == (told if finished else "")
+
+
+def test_what_begins_is_not_finished(tmp_path, run_of, capsys):
+    assert not is_finished("sft", config(tmp_path), total_steps=5)
+    run_to(run_of(tmp_path), 5)
+    assert not is_finished("sft", config(tmp_path, resume="never"), total_steps=5)
+    assert "nothing to do" not in capsys.readouterr().out
 
 
 def test_a_finished_run_that_is_named_for_another_folder_leaves_nothing_to_do(tmp_path, run_of):
     run_to(run_of(tmp_path / "a"), 5)
     with pytest.raises(ConfigError, match=r"trainer.resume=.*a leaves nothing to do: .*step_5 has done 5 steps"):
-        run_of(tmp_path / "b", resume=str(tmp_path / "a"))
+        is_finished("sft", config(tmp_path / "b", resume=str(tmp_path / "a")), total_steps=5)
+
+
+PAIR = {"prompt": "2+3=", "chosen": "5", "rejected": "6"}
+SHORT = {"max_sequence_tokens": 64}
+RECIPES = {
+    "sft": (SFTConfig, sft.train, {"prompt": "2+3=", "response": "5"}, SHORT, {}),
+    "preference": (PreferenceConfig, preference.train, PAIR, SHORT, {}),
+    "reward-model": (RewardModelConfig, reward_model.train, PAIR, SHORT, {}),
+    "distill": (DistillConfig, distill.train, {"prompt": "2+3=", "response": "5"}, SHORT, {}),
+    "rl": (
+        RLConfig,
+        rl.train,
+        {"prompt": "2+3=", "ground_truth": "5"},
+        {"max_prompt_tokens": 32, "ground_truth_column": "ground_truth"},
+        {"reward": {"functions": "a:b"}, "rollout": {"max_response_tokens": 32}},
+    ),
+}
+"""Config, loop, a row, keys of the data and further keys of every recipe, by its title."""
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_for_a_finished_run_nothing_is_built_and_its_folder_stays_as_it_is(
+    tmp_path, fake_group, model_folder, write_jsonl, capsys, title
+):
+    """Of a run of more steps that another process is at: its logs are ahead of the checkpoint."""
+    kind, train, row, data, more = RECIPES[title]
+    run, model = tmp_path / "run", {"path": str(model_folder)}
+    more = {"teacher": {"model": model}} if title == "distill" else more
+    tree = {
+        "model": model,
+        "data": {"train_files": write_jsonl("rows.jsonl", [row] * 2), "apply_chat_template": False, **data},
+        "trainer": {"output_dir": str(run), "total_steps": 3},
+    }
+    whole = kind.parse(tree | more, origin="test")
+    (checkpoint := run / "checkpoints" / "step_3").mkdir(parents=True)
+    write_run(checkpoint, whole, step=3, parts={}, files={})
+    write_manifest(checkpoint, [], step=3)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (run / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in (3, 4)))
+    before, group = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, fake_group(1)
+    train(whole, group)
+    assert capsys.readouterr().out.endswith("starts anew and moves it aside\n")
+    assert group.calls == []
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(("stop_at", "saved"), [(2, [2]), (3, [3]), (5, [3, 5])])

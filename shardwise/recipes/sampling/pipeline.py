@@ -29,6 +29,9 @@ class Pipeline:
         max_staleness > 1: rollouts that have begun, no others. Which version samples a step depends on timing.
         with `sync_gate` (rollout.partial): nothing. Rollouts in flight are interrupted and go on under the new weights.
 
+    A save waits as a weight sync does, with `sync_gate` for rollouts that have begun. From there none begin until the
+    next step is taken: a run that stops at a save leaves no rank at work.
+
     Neither side has a deadline for the other: calls of ranks, rewards and environments have their own, and
     trainer.stall_timeout_seconds ends a run in which nothing new begins.
     """
@@ -88,6 +91,7 @@ class Pipeline:
         """
         if self._max_staleness is None:
             return self._ready.popleft() if self._ready else self._sampler.collect(step)
+        self._go_on()
         with self._changed:
             self._wait_for(lambda: bool(self._ready))
             rollout, is_restored = self._ready.popleft(), self._num_restored > 0
@@ -125,10 +129,14 @@ class Pipeline:
             return self._idle.take()
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides on the rollouts to come, JSON-serialisable; waits as new weights do."""
-        with self._at_rest():
-            ready = [rollout.to_json() for rollout in self._ready]
-            return {"prompts": self._stream.state_dict(), "ready": ready, "rows_xxh3": self._rows_xxh3}
+        """What decides on the rollouts to come, JSON-serialisable.
+
+        Waits for: rollouts that have begun, or may begin, as the class says. Unblocked by: the thread that samples
+        them. None begin until the next step is taken, for the run may stop here.
+        """
+        self._come_to_rest()
+        ready = [rollout.to_json() for rollout in self._ready]
+        return {"prompts": self._stream.state_dict(), "ready": ready, "rows_xxh3": self._rows_xxh3}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the pipeline that gave the state was, in turn or ahead. Where rows may differ, rollouts of rows
@@ -157,16 +165,23 @@ class Pipeline:
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
         """Nothing begins in its body."""
+        self._come_to_rest()
+        try:
+            yield
+        finally:
+            self._go_on()
+
+    def _come_to_rest(self) -> None:
+        """Waits until nothing is sampled. Nothing begins from here to `_go_on`."""
         with self._changed:
             is_ordered = self._max_staleness in (0, 1) and self._sync_gate is None
             self._is_held = self._max_staleness is not None and not is_ordered
             self._wait_for(lambda: self._failure is None and not self._is_sampling and not self._may_begin())
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_held = False
-                self._changed.notify_all()
+
+    def _go_on(self) -> None:
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
 
     def _may_begin(self) -> bool:
         """Whether the next rollouts may begin now."""

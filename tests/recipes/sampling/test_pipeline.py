@@ -139,6 +139,23 @@ def test_a_run_goes_on_from_its_state_with_the_rollouts_that_were_ahead(max_stal
     assert rest == whole[3:]
 
 
+@pytest.mark.parametrize("sync_gate", [None, SyncGate(lambda: None, timeout_seconds=20)], ids=["whole", "partial"])
+def test_from_a_save_to_the_next_step_nothing_begins(sync_gate):
+    """With a staleness of 3 the rollouts of 4 steps may begin at once."""
+    stream = new_stream()
+    engines = Engines(stream, seconds=0.02)
+    with Pipeline(engines, stream, total_steps=9, max_staleness=3, sync_gate=sync_gate) as pipeline:
+        pipeline.start(1)
+        pipeline.take(1)
+        num_ready = len(pipeline.state_dict()["ready"])
+        assert num_ready <= 2
+        time.sleep(0.1)
+        assert len(engines.log) == 1 + num_ready
+        for step in (2, 3, 4):
+            assert pipeline.take(step).oldest_version == 0
+    assert engines.log == [(step, 0) for step in range(1, 5)]
+
+
 def test_rollouts_that_were_sampled_ahead_are_used_where_they_are_sampled_in_turn():
     _, saved, _ = play(max_staleness=0)
     rest, _, _ = play(max_staleness=None, first_step=4, state=saved)
