@@ -103,6 +103,16 @@ class ImportBlock:
         merge, *rest = self._transform.converter.operations
         return isinstance(merge, MergeModulelist) and merge.dim == 0 and all(_keeps_rows(op) for op in rest)
 
+    def takes(self, shape: tuple[int, ...], written: tuple[int, ...]) -> bool:
+        """Returns whether a stored tensor may have this shape, where one that is written has another: transformers reads
+        some transposed too (the fused experts of Qwen3-VL-MoE, as the hub has them)."""
+        dims = list(range(len(shape)))
+        for operation in [] if self._transform.converter is None else self._transform.converter.operations:
+            if isinstance(operation, Transpose) and operation.check_dims and shape != written:
+                first, second = operation.dim0, operation.dim1
+                dims[first], dims[second] = dims[second], dims[first]
+        return tuple(shape[dim] for dim in dims) == written
+
     def stored_names(self, rows: slice = slice(None)) -> list[str]:
         """The names to read, of all patterns; with `merges_rows` also those of some rows only."""
         return [name for names in self.sources.values() for name in list(names.values())[rows]]

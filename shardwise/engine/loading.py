@@ -198,9 +198,10 @@ def checked_blocks(
     originals: dict[str, str] = model.get_expanded_tied_weights_keys()
     missing, expected = _expected_tensors(model, runtime, {block.first_target: block for block in blocks})
     misfits = _Misfits(missing=sorted(set(missing) - set(fresh or ())))
+    block_of = {name: block for block in blocks for name in block.stored_names()}
     for name, tensor in sorted(expected.items()):
         spec = source.specs[name]
-        if spec.shape != tuple(tensor.shape):
+        if not block_of[name].takes(spec.shape, tuple(tensor.shape)):
             misfits.wrong_shape.append(f"{name} is {list(spec.shape)}, expected {list(tensor.shape)}")
         if spec.dtype != tensor.dtype and not (tensor.is_floating_point() and spec.dtype in LOADABLE_DTYPES):
             misfits.wrong_dtype.append(f"{name} is {str(spec.dtype).removeprefix('torch.')}")

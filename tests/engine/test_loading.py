@@ -349,3 +349,30 @@ def weights_of_a_critic(folder):
         Path(folder), EngineConfig(), device=torch.device("cpu"), optimizer=OptimizerConfig(), head="token_values"
     )
     return {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}
+
+
+def weights_of_an_engine(folder):
+    engine = TrainEngine.build(
+        Path(folder), EngineConfig(), device=torch.device("cpu"), optimizer=OptimizerConfig(), head="logprobs"
+    )
+    return {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}
+
+
+def test_experts_are_read_as_the_hub_lays_them_out_and_as_transformers_writes_them(run_ranks, tmp_path):
+    """Those of Qwen3-VL-MoE on the hub are [E, input, output]; any other shape is refused."""
+    options = FAMILY_TABLE["qwen3_vl_moe"]
+    text = options["text_config"] | {"moe_intermediate_size": 24}
+    model = save_model("qwen3_vl_moe", options | {"text_config": text}, tmp_path)
+    expected = {name: tensor for name, tensor in model.state_dict().items() if ".experts." in name}
+    stored = load_file(tmp_path / SINGLE_NAME)
+    for dims in [(0, 1, 2), (0, 2, 1)]:
+        turned = {name: stored[name].permute(dims).contiguous() for name in expected}
+        save_file(stored | turned, tmp_path / SINGLE_NAME, metadata={"format": "pt"})
+        for weights in run_ranks(weights_of_an_engine, 2, str(tmp_path)):
+            assert {name for name in expected if torch.equal(weights[name], expected[name])} == expected.keys()
+    turned = {name: stored[name].permute(1, 2, 0).contiguous() for name in expected}
+    save_file(stored | turned, tmp_path / SINGLE_NAME, metadata={"format": "pt"})
+    with pytest.raises(
+        RankError, match=r"of the wrong shape \(\S+layers\.0\.mlp\.experts\.down_proj is \[32, 24, 4\], exp"
+    ):
+        run_ranks(weights_of_an_engine, 2, str(tmp_path))
