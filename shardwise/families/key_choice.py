@@ -1,8 +1,8 @@
-"""Sparse attention with an indexer (DeepSeek-V3.2, GLM-5): a small network that chooses for every query the keys which
-the attention sees. transformers' own code chooses here, one sequence at a time.
+"""Sparse attention with an indexer (DeepSeek-V3.2, GLM-5): a small network that chooses, for every query, the keys
+that the attention sees. transformers' own code makes the choice here, one sequence at a time.
 
 An indexer is not told where sequences begin; the attention is, and gets what the indexer returned as `indices`. So the
-choice is put off until the attention runs, and not made at all where every key would be chosen.
+choice is deferred until the attention runs, and skipped altogether when every key would be chosen.
 
 Shapes: n sequences of L tokens, Q queries of each, D hidden size, d head dim of the indexer.
 """
@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from shardwise.families.support import INDEXED, indexers
 
 _QUERIES_AT_ONCE = 512
-"""transformers scores every key for every query and head of an indexer in float32: these at a time."""
+"""Queries per call of an indexer, which scores every key for every query and head in float32."""
 
 HIDES_CHOICE = "does not tell its attention which keys its indexer has chosen"
 
@@ -26,15 +26,15 @@ T = TypeVar("T")
 
 
 class IndexerKeys(Protocol):
-    """What an indexer asks transformers' cache for."""
+    """The part of transformers' cache that an indexer uses."""
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
-        """keys [n, Q, d] of the queries -> [n, L, d], of all tokens up to the last of them."""
+        """Stores the queries' keys [n, Q, d]; returns those of all tokens up to the last query, [n, L, d]."""
         ...
 
 
 class KeysSoFar:
-    """Those of sequences that are read from their beginning, block after block."""
+    """The indexer's keys of sequences that are read from their beginning, block after block."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
@@ -45,40 +45,40 @@ class KeysSoFar:
         return self.all()
 
     def all(self) -> Tensor:
-        """[n, L, d]."""
+        """Returns all keys so far, [n, L, d]."""
         return torch.cat(self._blocks, dim=1)
 
 
 class KeyChoice:
-    """A choice that an indexer will be asked for, by the attention of its layer and of those that share it."""
+    """A deferred choice of keys. The attention of the indexer's layer, and of layers that share it, asks for it."""
 
     def __init__(self, indexer: nn.Module, arguments: dict[str, Any]) -> None:
-        """`arguments`: those of the indexer's forward, tensors of [B, t, ...] and tuples of them."""
+        """`arguments`: what the indexer's forward was called with, tensors [B, t, ...] and tuples of them."""
         self._indexer = indexer
         self._arguments = arguments
         self._answer: Any = None
 
     @property
     def layer(self) -> int:
-        """That of the indexer."""
+        """The indexer's layer number."""
         layer: int = self._indexer.layer_idx  # type: ignore[assignment]
         return layer
 
     @property
     def num_keys(self) -> int:
-        """Chosen for every query; all that it sees where there are no more."""
+        """How many keys are chosen for every query; a query that sees no more than that gets all of them."""
         count: int = self._indexer.index_topk  # type: ignore[assignment]
         return count
 
     @property
     def key_bytes(self) -> int:
-        """Of one token."""
+        """Bytes that the indexer's key of one token takes."""
         width: int = self._indexer.head_dim  # type: ignore[assignment]
         hidden: Tensor = self._arguments["hidden_states"]
         return width * hidden.element_size()
 
     def once(self, ask: Callable[["KeyChoice"], T]) -> T:
-        """What `ask` finds, the first time; the same again where another layer shares the choice."""
+        """Returns what `ask` finds on the first call, and the same again for layers that share the choice."""
         if self._answer is None:
             self._answer, self._arguments = (ask(self),), {}
         (answer,) = self._answer
@@ -86,12 +86,13 @@ class KeyChoice:
 
     @torch.no_grad()
     def among(self, seen: Tensor, keys: IndexerKeys, pick: Callable[[Tensor], Tensor]) -> Tensor:
-        """
+        """Has the indexer choose among the keys that queries may see.
+
         Args:
             seen: bool [n or 1, Q, L], keys that a query may see at all.
-            pick: of a tensor [B, t, ...], as the layer got it, that of the queries [n, Q, ...].
+            pick: takes a tensor [B, t, ...], as the layer got it, and returns the queries' part of it, [n, Q, ...].
         Returns:
-            bool [n, Q, L], those of them that are chosen.
+            bool [n, Q, L], True for the keys that are chosen.
         """
         picked = {name: _picked(value, pick) for name, value in self._arguments.items()}
         places: Tensor = self._indexer(**picked | {"attention_mask": seen, "cache": keys})
@@ -99,8 +100,10 @@ class KeyChoice:
         return chosen.scatter_(-1, places.long(), True).logical_and_(seen)
 
     def of_whole(self, length: int, keys: KeysSoFar, pick: Callable[[Tensor], Tensor]) -> Tensor:
-        """Bool [n, L, L], True = seen, of sequences of L = `length` tokens that `pick` takes from a tensor [B, t, ...]
-        as [n, L, ...]. `keys` has them all afterwards."""
+        """Chooses keys for whole sequences of L = `length` tokens: bool [n, L, L], True = seen.
+
+        `pick` takes the sequences out of a tensor [B, t, ...] as [n, L, ...]. Afterwards `keys` holds all their keys.
+        """
         rows = []
         for start in range(0, length, _QUERIES_AT_ONCE):
             stop = min(start + _QUERIES_AT_ONCE, length)
@@ -122,24 +125,24 @@ def _picked(value: Any, pick: Callable[[Tensor], Tensor]) -> Any:
 
 
 class DeferredIndexer(ActivationWrapper):
-    """Returns what its attention will ask, instead of places of keys."""
+    """An indexer that returns a KeyChoice, which the attention asks later, instead of the positions of keys."""
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> KeyChoice:
-        """Arguments of the indexer."""
+        """Keeps the arguments, which are the indexer's, for the choice."""
         indexer = self._checkpoint_wrapped_module
         bound = inspect.signature(indexer.forward).bind(*args, **kwargs)
         return KeyChoice(indexer, dict(bound.arguments))
 
 
 def defer_choices(model: Any) -> None:
-    """Puts the indexers of a model into DeferredIndexer, in place."""
+    """Wraps the indexers of a model in DeferredIndexer, in place."""
     for path, indexer in indexers(model).items():
         model.set_submodule(path, DeferredIndexer(indexer))
 
 
 def lacks_choice(attention: nn.Module, indices: Any) -> bool:
-    """Whether a layer has an indexer and does not call its attention with what that has chosen."""
+    """Whether a layer has an indexer but does not pass its choice on to the attention."""
     layer_types = getattr(getattr(attention, "config", None), "layer_types", None) or ()
     is_indexed = INDEXED in layer_types and layer_types[int(attention.layer_idx)] == INDEXED  # type: ignore[arg-type]
     return is_indexed and not isinstance(indices, KeyChoice)

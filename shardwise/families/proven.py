@@ -1,4 +1,5 @@
-"""Which model families have been proven to compute right, and in what: the record that `make models` writes.
+"""Which model families have been proven to compute correctly, and for which features: the record that `make models`
+writes.
 
 `unsupported_reason` refuses what is known to be computed wrong; this says what has been compared with transformers.
 """
@@ -28,7 +29,7 @@ CHECKS: Mapping[str, str] = {
     "sequence_scores": "a score head",
     "embedded": "the embedded rollout engine",
 }
-"""What is proven of a family one by one, in words."""
+"""The checks that a family is proven by, each with the feature that it covers, in words."""
 
 
 @cache
@@ -38,13 +39,13 @@ def _record() -> Mapping[str, Any]:
 
 
 def proven_record() -> Mapping[str, Mapping[str, str]]:
-    """model_type -> check -> PROVEN, or why it is not. Families refused as a whole have the check packing only."""
+    """model_type -> check -> PROVEN, or why it is not. Families refused as a whole only have the check packing."""
     families: Mapping[str, Mapping[str, str]] = _record()["families"]
     return families
 
 
 def proven_release() -> str:
-    """Of transformers, with which all of it was proven."""
+    """Returns the release of transformers that everything in the record was proven with."""
     release: str = _record()["transformers"]
     return release
 
@@ -55,8 +56,8 @@ def _installed_release() -> str:
 
 
 def other_release() -> str | None:
-    """What may be the reason where a family fails that is proven: another release of transformers, as far as the second
-    number. None with that one."""
+    """Returns a note that another release of transformers is installed than the proven one, which may be why a proven
+    family fails. None if the first two numbers of the releases agree."""
     installed = _installed_release()
     if installed.split(".")[:2] == proven_release().split(".")[:2]:
         return None
@@ -64,25 +65,25 @@ def other_release() -> str | None:
 
 
 def with_release(reason: str) -> str:
-    """What speaks against a model, and `other_release`."""
+    """Appends the note of `other_release`, if there is one, to a reason why a model is refused."""
     return reason if (note := other_release()) is None else f"{reason} ({note})"
 
 
 def is_proven(model_type: str, check: str) -> bool:
-    """Of a family, one of CHECKS."""
+    """Whether a family has passed a check, one of CHECKS."""
     return proven_record().get(model_type, {}).get(check) == PROVEN
 
 
 def unproven_reason(families: Iterable[str], asked: Collection[str], key: str) -> str | None:
-    """What has not been proven of families.
+    """Says what has not been proven for families.
 
     Args:
-        families: what `families_of` gives for a config.
-        asked: keys of CHECKS.
-        key: of the config, that allows it all the same.
+        families: what `families_of` returns for a config.
+        asked: the keys of CHECKS that a run needs.
+        key: the config key that allows unproven families.
     Returns:
-        A sentence that names the first family with something missing, what has been proven of it instead, and `key`;
-        None if all of it is proven.
+        A sentence that names the first family with something missing, what has been proven for it instead, and `key`;
+        None if everything is proven.
     """
     reasons = (_unproven_reason(family, asked, key) for family in families)
     return next((reason for reason in reasons if reason is not None), None)

@@ -1,9 +1,9 @@
-"""Rotary frequencies that depend on the batch, and up to which length they do not.
+"""Rotary frequencies that depend on the batch, and the length up to which they do not.
 
 With rope_type longrope (Ding et al. 2024) and dynamic (NTK scaling), transformers chooses the frequencies of all
-positions by the largest one that it is given: of a pack in training, of the rows that are decoded together in the
-rollout. A sequence beyond the limit would change the numbers of its neighbours; up to it the frequencies (and the scale
-of longrope) are always the same.
+positions by the largest position it is given: in training that of a pack, in the rollout that of the rows decoded
+together. A sequence beyond the limit would change the numbers of its neighbors; up to the limit the frequencies (and
+the scale of longrope) are always the same.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RotaryLimit:
-    """The longest sequence that is computed the same in every batch."""
+    """The length up to which a sequence is computed the same in every batch."""
 
     num_tokens: int
     key: str
-    """Of config.json, what sets it."""
+    """The key of config.json that sets the limit."""
     rope_type: str
 
     @property
@@ -27,7 +27,7 @@ class RotaryLimit:
         )
 
     def refusal(self, num_tokens: int) -> str | None:
-        """A sentence against a sequence of `num_tokens`, None for one within the limit."""
+        """Returns a sentence that refuses a sequence of `num_tokens`, None if it is within the limit."""
         if num_tokens <= self.num_tokens:
             return None
         return (
@@ -37,7 +37,7 @@ class RotaryLimit:
 
 
 def rotary_limit(config: Any) -> RotaryLimit | None:
-    """The lowest limit of all kinds of layers; None where no frequency depends on the batch.
+    """Returns the lowest limit of all kinds of layers; None if no frequency depends on the batch.
 
     Args:
         config: transformers' config of the language model.
@@ -54,6 +54,6 @@ def rotary_limit(config: Any) -> RotaryLimit | None:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Some families have one set of parameters for each type of layer."""
+    """All sets of rotary parameters: some families have one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

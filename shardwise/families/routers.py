@@ -1,5 +1,5 @@
-"""The routers of a mixture of experts: which modules they are, and what they say. And fused experts, where how they are
-computed depends on their shape.
+"""The routers of a mixture of experts: which modules they are and how to read their outputs. Also fused experts whose
+shape decides how they are computed.
 
 Shapes: t tokens, E experts, k experts that each token goes to.
 """
@@ -14,24 +14,24 @@ from shardwise.families.support import FOR_IMAGES_ALONE
 from shardwise.ops.wrappers import name_without_copies, plain_name
 
 EXPERTS = "experts"
-"""What families call the experts of a block."""
+"""The name that families give the experts of a block."""
 ROUTER_NAMES = ("gate", "router")
-"""What families call the module beside them that chooses."""
+"""The names that families give the module beside the experts that chooses among them."""
 
 
 ROW_BYTES = 16
-"""torch.grouped_mm reads matrices whose rows are a multiple of so many bytes."""
+"""torch.grouped_mm reads only matrices whose rows are a multiple of this many bytes."""
 
 
 def avoid_unaligned(model: Any, dtype: torch.dtype) -> None:
-    """Has fused experts computed one after the other where grouped_mm cannot read them in this dtype."""
+    """Makes a model compute fused experts one after the other if grouped_mm cannot read them in this dtype."""
     if unaligned_expert(model, dtype) is not None:
         model.set_experts_implementation("eager")
 
 
 def unaligned_expert(model: Any, dtype: torch.dtype) -> str | None:
-    """The first weight of fused experts whose rows grouped_mm cannot read: their length in this dtype is no multiple of
-    16 bytes. None where there is none, or experts are computed in another way."""
+    """Returns the name of the first weight of fused experts that grouped_mm cannot read, because its rows in this dtype
+    are not a multiple of 16 bytes. None if there is none, or if experts are not computed by grouped_mm."""
     if model.config.get_text_config()._experts_implementation != "grouped_mm":
         return None
     names = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.dim() == 3}
@@ -40,36 +40,36 @@ def unaligned_expert(model: Any, dtype: torch.dtype) -> str | None:
 
 
 class UnreadableRouter(Exception):
-    """What comes out of it does not say which experts it chooses, or why."""
+    """A router's output does not tell its logits or which experts it chooses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
     """A module that chooses experts for tokens.
 
-    Example: of Qwen3-MoE `Router("model.layers.0.mlp.gate", (module,), logits_index=0)`, whose module gives
+    Example: for Qwen3-MoE `Router("model.layers.0.mlp.gate", (module,), logits_index=0)`, whose module returns
     (logits, weights, experts).
     """
 
     path: str
     modules: tuple[nn.Module, ...]
-    """One; or the frozen one and a copy that peft trains, of which either runs."""
+    """One module; or the frozen one and the copy that peft trains, only one of which runs."""
     logits_index: int = 0
-    """Of the logits among its outputs, if they are several."""
+    """Index of the logits among the module's outputs, if it has several."""
     num_chosen: int | None = None
-    """k of a router that does not give the experts that it chooses."""
+    """k, needed for a router that does not return the experts it chooses."""
 
     @property
     def kind(self) -> str:
-        """The name of its class."""
+        """The name of the module's class."""
         return type(self.modules[0]).__name__
 
     def read(self, output: Any) -> tuple[Tensor, Tensor]:
-        """(logits [t, E] with their graph, experts [t, k] int64). A router that gives no experts chooses the largest
-        logits.
+        """Reads a router's output: (logits [t, E] with their graph, experts [t, k] int64). A router that returns no
+        experts is taken to choose those with the largest logits.
 
         Raises:
-            UnreadableRouter: it gives no logits, or nothing says how many experts it chooses.
+            UnreadableRouter: the router returns no logits, or nothing says how many experts it chooses.
         """
         parts = output if isinstance(output, tuple) else (output,)
         logits = self._logits(parts).flatten(0, -2)
@@ -84,12 +84,12 @@ class Router:
         return logits, logits.detach().topk(self.num_chosen, dim=-1).indices
 
     def replace(self, output: Any, place: int, tensor: Tensor) -> Any:
-        """The output with another tensor at `place`."""
+        """Returns the output with its tensor at `place` replaced."""
         return tensor if not isinstance(output, tuple) else (*output[:place], tensor, *output[place + 1 :])
 
     def carrier(self, output: Any) -> tuple[int, Tensor]:
-        """(place, tensor) of what the block goes on with of the outputs that depend on the logits: the weights of the
-        experts, or the logits themselves."""
+        """Returns (place, tensor) of the output that depends on the logits and that the block continues with: the
+        weights of the experts, or the logits themselves."""
         parts = output if isinstance(output, tuple) else (output,)
         logits = self._logits(parts)
         for place, part in enumerate(parts):
@@ -105,10 +105,10 @@ class Router:
 
 
 def routers_of(model: Any) -> list[Router]:
-    """Those of a transformers model, in the order of its modules; none in a dense one.
+    """Returns the routers of a transformers model, in the order of its modules; none for a dense one.
 
-    They are what transformers records router logits of. A model that says nothing about that, and a block that is
-    recorded whole, are looked through for modules called gate or router beside one called experts.
+    Routers are the modules whose router logits transformers records. A model that declares none, and a block that is
+    recorded as a whole, are searched for modules called gate or router beside one called experts.
     """
     recorded = _recorded_classes(model)
     named = [
@@ -123,10 +123,10 @@ def routers_of(model: Any) -> list[Router]:
         for target, index in recorded.items()
         if isinstance(module, target)
     ]
-    # Of ERNIE 4.5 VL transformers records the block around two routers, one of them for images alone.
+    # For ERNIE 4.5 VL transformers records the block around two routers, one of them for images alone.
     found += [one for one in named if not recorded or any(one.path.startswith(f"{other.path}.") for other in found)]
     found = [one for one in found if FOR_IMAGES_ALONE.isdisjoint(one.path.split("."))]
-    # Of JetMoe it records an attention too, which has a router inside.
+    # For JetMoe it also records an attention, which has a router inside.
     found = [one for one in found if not any(other.path.startswith(f"{one.path}.") for other in found)]
     by_path: dict[str, Router] = {}
     for one in found:
@@ -137,7 +137,7 @@ def routers_of(model: Any) -> list[Router]:
 
 
 def _recorded_classes(model: Any) -> dict[type[nn.Module], int]:
-    """Class -> place of the logits among its outputs, as the models that it consists of declare them."""
+    """Class of a router -> place of the logits among its outputs, as the parts of the model declare it."""
     found = {}
     for part in model.modules():
         declared = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
@@ -149,6 +149,6 @@ def _recorded_classes(model: Any) -> dict[type[nn.Module], int]:
 
 
 def _num_chosen(*holders: Any) -> int | None:
-    """Under the names that families have for it, from the first of a router, its block and the config that knows it."""
+    """k, under the names that families give it, from the first holder (router, block, config) that has it."""
     known = (getattr(holder, name, None) for holder in holders for name in ("top_k", "num_experts_per_tok"))
     return next((number for number in known if isinstance(number, int)), None)

@@ -1,9 +1,9 @@
-"""Which model families packed training and cached generation can compute. Both ask here, before any number exists.
+"""Which model families packed training and cached generation can compute. Both ask here before they compute anything.
 
 Both replace a model's attention through transformers' registry and leave everything else as it is. That is exact for
-decoder-only models in which tokens see each other through registered attention and nowhere else; any other model would
-run without an error and give wrong numbers. Both also know attention within chunks, and sequence mixers, which carry a
-state from token to token.
+decoder-only models in which tokens see each other only through registered attention; any other model would run without
+an error and give wrong numbers. Both also support chunked attention, and sequence mixers, which carry a state from
+token to token.
 """
 
 import inspect
@@ -16,26 +16,26 @@ from shardwise.families.proven import is_proven, with_release
 from shardwise.ops.logits import LogitTransform
 
 CHUNKED = "chunked_attention"
-"""Of layers in which tokens see those of their own chunk of attention_chunk_size only (Llama 4)."""
+"""Type of layers in which tokens see only those of their own chunk of attention_chunk_size tokens (Llama 4)."""
 INDEXED = "indexed_attention"
-"""Of layers in which an indexer chooses the keys that a token sees (DeepSeek-V3.2)."""
+"""Type of layers in which an indexer chooses the keys that a token sees (DeepSeek-V3.2)."""
 LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED, INDEXED}
 MIXER_TYPES = {"linear_attention", "conv"}
-"""Of layers with a sequence mixer instead of attention; transformers calls a layer with both hybrid."""
+"""Types of layers with a sequence mixer instead of attention; transformers calls a layer with both "hybrid"."""
 FEED_FORWARD_TYPES = {"mlp", "moe"}
-"""Of layers with a feed-forward part alone (Nemotron-H)."""
+"""Types of layers that have only a feed-forward part (Nemotron-H)."""
 
 UNREGISTERED_ATTENTION = "does not support attention implementations that are registered with transformers"
 DROPS_KEYWORDS = "does not pass keyword arguments on to its attention"
 _LAYERS_THAT_DROP_KEYWORDS = {"NemotronDecoderLayer", "StableLmDecoderLayer"}
-"""Their attention takes what these layers leave out."""
+"""Classes of layers that do not pass on keywords which their attention takes."""
 
 
 def unsupported_reason(model: Any, *, has_projection: bool = True) -> str | None:
-    """What the class and the config of a model (transformers' PreTrainedModel) say against it.
+    """Says why a model (transformers' PreTrainedModel) is not supported, judging by its class and config.
 
-    The flags are what a family claims. That every layer really calls the registered attention shows in the forward
-    pass, where engine and rollout count the calls.
+    They show only what a family declares. Whether every layer really calls the registered attention shows in the
+    forward pass, where engine and rollout count the calls.
 
     Args:
         has_projection: False for a model with a value head, which needs no output projection.
@@ -84,8 +84,8 @@ def _reason(model: Any, has_projection: bool) -> str | None:
 
 
 def _ignored_transform(model: Any) -> str | None:
-    """What the language model of a whole checkpoint does with its logits, and the class around it does not: it has an
-    output projection of its own, and some leave out what follows (Gemma 3, Aya Vision)."""
+    """Returns the config key of a logit transform that the language model applies and the class of the whole checkpoint
+    does not: that class has an output projection of its own, and some omit what follows it (Gemma 3, Aya Vision)."""
     config = model.config.get_text_config()
     if config is model.config:
         return None
@@ -94,9 +94,9 @@ def _ignored_transform(model: Any) -> str | None:
 
 
 def sequence_mixers(model: Any) -> dict[str, nn.Module]:
-    """The parts of decoder layers, by path, that carry a state from token to token: those with a convolution over the
-    tokens of their own, which linear attention, state spaces and short convolutions all begin with. Those that do not
-    take what a layer hands on to them are left out."""
+    """Returns the parts of decoder layers, by path, that carry a state from token to token: those with their own
+    convolution over tokens, which linear attention, state spaces and short convolutions all begin with. Parts that do
+    not accept the keywords that a layer passes on are left out."""
     path_of = {id(module): path for path, module in model.named_modules()}
     return {
         path_of[id(part)]: part
@@ -107,7 +107,7 @@ def sequence_mixers(model: Any) -> dict[str, nn.Module]:
 
 
 def indexers(model: Any) -> dict[str, nn.Module]:
-    """The parts of decoder layers, by path, that choose the keys of an attention."""
+    """Returns the parts of decoder layers, by path, that choose the keys that an attention sees."""
     path_of = {id(module): path for path, module in model.named_modules()}
     asked = {"hidden_states", "attention_mask", "cache"}
     return {
@@ -124,8 +124,8 @@ def _takes_layout(mixer: nn.Module) -> bool:
 
 
 def hand_on_keywords(model: Any) -> None:
-    """In place: what the caller gives every layer by keyword also reaches the attention of layers that do not pass it
-    on (Nemotron, StableLM)."""
+    """Changes a model in place so that keywords given to every layer also reach the attention of layers that do not
+    pass them on (Nemotron, StableLM)."""
     for layer in decoder_layers(model):
         if type(layer).__name__ in _LAYERS_THAT_DROP_KEYWORDS:
             _hand_on_keywords(layer)
@@ -150,7 +150,7 @@ def _hand_on_keywords(layer: Any) -> None:
 
 
 def chunk_size(attention: nn.Module) -> int | None:
-    """Tokens of a chunk, if the layer of this attention module has chunked attention."""
+    """Returns the tokens per chunk, None if the layer of this attention module does not have chunked attention."""
     config: Any = getattr(attention, "config", None)
     if CHUNKED not in (getattr(config, "layer_types", None) or ()):
         return None
@@ -158,28 +158,29 @@ def chunk_size(attention: nn.Module) -> int | None:
 
 
 def packed_tokens_limit(config: Any) -> int | None:
-    """Tokens that a pack of a decoder with this config may have: Llama 4 scales queries by their place in the batch,
-    which is not their place in a sequence, and by 1 up to here."""
+    """Returns how many tokens a pack may have for a decoder with this config, None without a limit. Llama 4 scales
+    queries by their place in the batch, which is not their place in the sequence; up to this limit the scale is 1."""
     return config.floor_scale - 1 if getattr(config, "attn_temperature_tuning", False) else None
 
 
 def attention_layers(config: Any) -> list[int]:
-    """The decoder layers with attention, beside a sequence mixer or without one; config of the language model."""
+    """Returns the numbers of the decoder layers that have attention, with or without a sequence mixer beside it.
+    `config` is the language model's."""
     layer_types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     return [layer for layer, layer_type in enumerate(layer_types) if layer_type not in MIXER_TYPES | FEED_FORWARD_TYPES]
 
 
 def backbone(model: Any) -> Any:
-    """The model without its head. Some (Llama 4's language model) call it `model`, where transformers looks for
-    another name, and are their own `base_model`."""
+    """Returns the model without its head. Some models (Llama 4's language model) call it `model` although transformers
+    looks for another name, and are their own `base_model`."""
     return getattr(model, "model", model) if model.base_model is model else model.base_model
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The layers of a causal language model: the outermost ModuleList of its decoder that is as long as the config says
-    (lists of experts lie inside the layers). Empty if there is none.
+    """Returns the layers of a causal language model: the outermost ModuleList of its decoder that is as long as the
+    config says (lists of experts lie inside the layers). Empty if there is none.
 
-    `_no_split_modules` is no replacement: some families leave it empty, and others name parts of a layer in it.
+    `_no_split_modules` would not do: some families leave it empty, and others name parts of a layer in it.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
@@ -188,19 +189,21 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 VISION_CONFIG = "vision_config"
 _FINDS_POSITIONS = "get_rope_index"
-"""The method of a model that gives tokens of an image their positions."""
+"""The method of a model that computes positions for the tokens of an image."""
 FOR_IMAGES_ALONE = {"vision_moe"}
-"""Parts of decoder layers that no word reaches: experts of ERNIE 4.5 VL."""
+"""Parts of decoder layers that no text token reaches: experts of ERNIE 4.5 VL."""
 _VISION_SIZES = ("spatial_merge_size", "in_channels", "temporal_patch_size", "patch_size")
 
 
 def language_model_class(config: Any, causal: Any, with_images: Any, bare: Any) -> Any:
-    """Of two auto classes of transformers the one that builds a model with a language model's head from this config.
+    """Chooses, of two auto classes of transformers, the one that builds a model with a language model's head from this
+    config.
 
-    Where both do (Qwen 3.5), a checkpoint that says it has a vision tower keeps it. Not so Llama 4's: transformers has
-    the whole with a head alone, and that computes no text without images.
+    If both do (Qwen 3.5), a checkpoint that declares a vision tower keeps it. Llama 4's does not: transformers has the
+    whole model only with a head, and that class computes no text without images.
 
     Args:
+        causal, with_images: the auto classes of language models, and of language models that also take images.
         bare: the auto class of models without a head.
     """
     kind = type(config)
@@ -212,14 +215,14 @@ def language_model_class(config: Any, causal: Any, with_images: Any, bare: Any) 
 
 
 def wrapper_reason(config: Any, model_class: Any) -> str | None:
-    """What speaks against a checkpoint that has other models around its language model, which alone would be built.
+    """Says why a checkpoint is refused that has other models around its language model, when only the language model
+    would be built.
 
     Args:
-        config: of the checkpoint.
+        config: the checkpoint's.
         model_class: the auto class that `language_model_class` chose for it.
     Returns:
-        A sentence that names the family and what to do. None where the whole checkpoint is built, or the family is
-        proven.
+        A sentence that names the family and what to do. None if the whole checkpoint is built or the family is proven.
     """
     text, built = config.get_text_config(), model_class._model_mapping.get(type(config), None)
     if built is None or isinstance(config, built.config_class) or not isinstance(text, built.config_class):
@@ -235,11 +238,11 @@ def wrapper_reason(config: Any, model_class: Any) -> str | None:
 
 
 def families_of(config: Any, *auto_classes: Any) -> list[str]:
-    """Of which families all has to be proven that is asked of a checkpoint: its own and, where the language model in it
-    is one that there is by itself, that one's.
+    """Returns the families for which everything asked of a checkpoint has to be proven: its own and, if the language
+    model inside also exists as a model by itself, that model's.
 
     Args:
-        auto_classes: of transformers, those that build language models.
+        auto_classes: transformers' auto classes that build language models.
     """
     text = config.get_text_config()
     is_another = text is not config and any(type(text) in auto._model_mapping for auto in auto_classes)
@@ -247,8 +250,9 @@ def families_of(config: Any, *auto_classes: Any) -> list[str]:
 
 
 def attention_of(config: Any, implementation: str) -> dict[str, str]:
-    """What to load a model with whose language model computes attention by `implementation`: by the name of a
-    sub-config. A vision tower looks at images one by one, for which it needs neither packs nor a cache."""
+    """Returns the `attn_implementation` to load a model with, by the name of a sub-config, so that its language model
+    computes attention by `implementation`. A vision tower sees images one by one and needs neither packs nor a cache.
+    """
     vision = {VISION_CONFIG: "sdpa"} if VISION_CONFIG in config.sub_configs else {}
     return dict.fromkeys(("", *config.sub_configs), implementation) | vision
 
@@ -259,8 +263,8 @@ def takes_images(model: Any) -> bool:
 
 
 def vision_reason(model: Any) -> str | None:
-    """What speaks against showing images to a model: the families of Qwen and GLM name things so, others write
-    placeholders, masks or positions of another kind."""
+    """Says why images cannot be shown to a model; None if they can. Supported are models with the interface of the Qwen
+    and GLM families; others have another kind of placeholders, masks or positions."""
     whole, vision = backbone(model), getattr(model.config, VISION_CONFIG, None)
     missing = [name for name in ("get_image_features", _FINDS_POSITIONS) if not hasattr(whole, name)]
     missing += [f"{VISION_CONFIG}.{name}" for name in _VISION_SIZES if not hasattr(vision, name)]
@@ -279,13 +283,14 @@ def vision_reason(model: Any) -> str | None:
 
 
 def unreached_modules(model: Any) -> list[str]:
-    """The paths of what no gradient reaches: indexers and `unseen_modules`."""
+    """Returns the paths of the modules that no gradient reaches: indexers and `unseen_modules`."""
     return [*indexers(model), *unseen_modules(model)]
 
 
 def unseen_modules(model: Any) -> list[str]:
-    """The paths of what no word reaches, if a model that also sees or hears learns from words alone here: what lies
-    beside its language model, and what its layers have for images alone. Empty for one that training shows images."""
+    """Returns the paths of the modules that text does not reach, for a model that also sees or hears but is trained on
+    text alone: what lies beside its language model, and what its layers have for images only. Empty for a model that
+    training shows images."""
     whole, decoder = backbone(model), model.get_decoder()
     holders = {id(child) for child in whole.children() if any(part is decoder for part in child.modules())}
     if not holders or takes_images(model):
@@ -299,7 +304,7 @@ def unseen_modules(model: Any) -> list[str]:
 
 
 def vision_path(model: Any) -> str | None:
-    """Where the vision tower of a model that takes images is."""
+    """Returns the path of the vision tower; None for a model that takes no images."""
     if not takes_images(model):
         return None
     kind = type(model.config.vision_config)

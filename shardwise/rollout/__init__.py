@@ -1,5 +1,5 @@
-"""Rollout engines: tokens in, tokens with logprobs and a policy version out; environments that answer the policy, and
-the endpoint where agents ask it."""
+"""Rollout engines: tokens in, tokens with logprobs and a policy version out. Also environments that answer the policy,
+and the endpoint where agents query it."""
 
 from shardwise.rollout.agent_runner import AgentRunner, Endpoint
 from shardwise.rollout.base import RolloutEngine

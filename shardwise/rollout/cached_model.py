@@ -23,7 +23,7 @@ from shardwise.types import Images
 
 
 class CachedModel:
-    """Hidden states and logits of tokens behind those in a cache, and which tokens end a completion."""
+    """Computes hidden states and logits of tokens that follow those in a cache, and tells when a completion ends."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class CachedModel:
         decode: Decode | None,
         compile_decode: bool,
     ) -> None:
-        """Arguments and errors as of EmbeddedEngine."""
+        """Arguments and errors are those of EmbeddedEngine."""
         self._model = model
         self._decode_forward = torch.compile(backbone(model), dynamic=True) if compile_decode else backbone(model)
         text_config = model.config.get_text_config()
@@ -49,35 +49,35 @@ class CachedModel:
         self._decode = decode
         self._record: ExpertRecord | None = None
         self.max_rows = max_rows
-        """Sequences decoded at a time."""
+        """How many sequences are decoded at a time."""
         self.device = device
         self.kernels = DecodeKernels() if compile_decode and device.type == "cpu" else None
-        """Of decode steps; None: torch's."""
+        """Kernels for decode steps; None: torch's."""
         self.sight = CachedVisionTower.of(model, device)
-        """None of a model that sees no images."""
-        # What stands for a part of an image has no meaning without one: the policy may not say it.
+        """The vision tower; None for a model that sees no images."""
+        # Placeholder tokens of images have no meaning without an image, so the policy may not sample them.
         banned = [*bad_token_ids, *media_token_ids(model.config)]
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device) if banned else None
         """[M] int64, tokens that are never drawn."""
         self.cache_size = self._measured()
-        """Of what a sequence is decoded from."""
+        """Memory that the cache of a sequence takes."""
 
     def read(self, tokens: Tensor, images: Images | None = None) -> Tensor:
-        """Of one whole sequence, tokens [L] on the host -> [L, D]. Raises as `hidden_states`."""
+        """Hidden states of one whole sequence: tokens [L] on the host -> [L, D]. Raises as `hidden_states`."""
         return self._read(tokens, images)[0]
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, cache: KVCache, images: Sequence[Images] = ()
     ) -> Tensor:
-        """input_ids [B, L], position_ids [B, L] or [3, B, L] -> [B, L, D].
+        """Runs the model: input_ids [B, L], position_ids [B, L] or [3, B, L] -> hidden states [B, L, D].
 
         Args:
-            images: those that input_ids have tokens for, in their order.
+            images: those whose tokens are in input_ids, in order.
 
         Raises:
-            ModelError: not every layer computed its attention, or what it carries on, through the cache.
+            ModelError: not every layer ran its attention, or its sequence mixer, through the cache.
         """
-        # A single row would be compiled anew: torch.compile takes sizes of 1 for constants.
+        # A single row would trigger a recompilation: torch.compile treats sizes of 1 as constants.
         forward = self._decode_forward if input_ids.shape[1] == 1 < len(input_ids) else backbone(self._model)
         if self._record is not None:
             self._record.begin()
@@ -96,7 +96,7 @@ class CachedModel:
         return output.last_hidden_state
 
     def expert_record(self) -> ExpertRecord:
-        """Of the newest `hidden_states`, from the first call of this on.
+        """Returns the record of the experts chosen in the latest `hidden_states`; recording starts with the first call.
 
         Raises:
             ModelError: the model has no experts.
@@ -106,17 +106,17 @@ class CachedModel:
         return self._record
 
     def projection(self) -> Tensor:
-        """[V, D], what `logits` takes; valid until the weights change."""
+        """Returns the projection that `logits` takes, [V, D]; valid until the weights change."""
         weight = self._model.get_output_embeddings().weight
         return repeated_projection(weight) if self.kernels is None else weight
 
     def logits(self, hidden: Tensor, projection: Tensor) -> Tensor:
-        """hidden [B, D] -> [B, V] float32, transformed as the family asks."""
+        """Projects hidden [B, D] -> logits [B, V] float32, with the family's own transform applied."""
         project = project_float32 if self.kernels is None else self.kernels.project
         return self._transform.forward_(project(hidden, projection))
 
     def is_stopped(self, token_ids: list[int], stop: Sequence[str]) -> bool:
-        """Whether the last token ends a completion, or has brought a stop string into its text."""
+        """Whether the last token ends the completion, or completes a stop string in its text."""
         if token_ids[-1] in self._stop_ids:
             return True
         if not stop:
@@ -125,7 +125,7 @@ class CachedModel:
         return brings_stop(token_ids, stop, self._decode)
 
     def _read(self, tokens: Tensor, images: Images | None = None) -> tuple[Tensor, KVCache]:
-        """tokens [L] of one sequence -> [L, D], and what is cached of it. Raises as `hidden_states`."""
+        """Reads one sequence: tokens [L] -> hidden states [L, D], and its cache. Raises as `hidden_states`."""
         length = len(tokens)
         cache = KVCache(num_rows=1, capacity_tokens=length, device=self.device)
         cache.begin_prefill(torch.zeros(1, dtype=torch.int64, device=self.device), [length])
@@ -136,6 +136,6 @@ class CachedModel:
 
     @torch.inference_mode()
     def _measured(self) -> CacheSize:
-        """The cache size, measured by running one token: families differ in the number and sizes of cached heads."""
+        """Measures the cache size by running one token: families differ in the number and sizes of cached heads."""
         _, cache = self._read(torch.zeros(1, dtype=torch.int64))
         return cache.size

@@ -1,4 +1,4 @@
-"""The OpenAI chat-completions format: what a request may say, and how an answer is written."""
+"""The OpenAI chat-completions format: what a request may contain, and how an answer is written."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from shardwise.rollout.tool_calls import FORMATS, Tools
 from shardwise.types import GenerateRequest
 
 MODEL = "policy"
-"""The one model there is."""
+"""The name of the only model."""
 CONTEXT_EXCEEDED = "context_length_exceeded"
 """The code by which clients know that a conversation has become too long."""
 
@@ -21,17 +21,17 @@ Message = dict[str, Any]
 _ROLES = ("system", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 _CREATED = 0
-"""The time of day would make two runs differ."""
+"""Timestamp of every answer; the time of day would make two runs differ."""
 
 
 class ApiError(Exception):
-    """A refusal, as its status and body say it."""
+    """A refusal of a request, with its HTTP status and body."""
 
     def __init__(self, status: int, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
         """
         Args:
-            code: by which programs tell refusals apart.
-            param: the key of the request that it is about.
+            code: tells refusals apart, for programs.
+            param: the key of the request that the refusal is about.
         """
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
@@ -43,7 +43,7 @@ class ApiError(Exception):
 
 
 class ChatRequest(BaseModel):
-    """What is read of a request. How to sample is the run's to say: `require_sampling`."""
+    """The keys that a request may have. How to sample is up to the run, see `require_sampling`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -70,7 +70,7 @@ class ChatRequest(BaseModel):
     parallel_tool_calls: Literal[True] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
 
-    user: Any = None  # what changes nothing of an answer may be there
+    user: Any = None  # these keys are allowed because they change nothing in the answer
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
@@ -78,25 +78,25 @@ class ChatRequest(BaseModel):
     @field_validator("n", "top_logprobs", "frequency_penalty", "presence_penalty", mode="before")
     @classmethod
     def _is_number(cls, value: Any) -> Any:
-        """Python takes true for 1."""
+        """Refuses booleans, because Python takes true for 1."""
         if isinstance(value, bool):
             raise PydanticCustomError("number", "Input should be a number")
         return value
 
     @property
     def token_limit(self) -> int | None:
-        """Of this turn."""
+        """Largest number of tokens of this turn; None: the request sets no limit."""
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         return min(limits, default=None)
 
 
 def read_request(body: Any) -> ChatRequest:
-    """The request in a body.
+    """Reads the request from a body.
 
     Raises:
-        ApiError: not of the form, or something that is not offered; says what is.
+        ApiError: the body is not of this form, or asks for something that is not offered; says what is.
     """
-    if isinstance(body, dict):  # some clients send all that they know, null where nothing is set
+    if isinstance(body, dict):  # some clients send all keys they know, null for those that are not set
         body = {name: value for name, value in body.items() if value is not None}
     try:
         request = ChatRequest.model_validate(body)
@@ -113,10 +113,11 @@ def read_request(body: Any) -> ChatRequest:
 
 
 def require_sampling(request: ChatRequest, sampling: GenerateRequest) -> None:
-    """Training needs the run's own distribution: a request may repeat how the run samples, and not change it.
+    """Requires that a request does not change how the run samples, though it may repeat it: training needs the run's
+    own distribution.
 
     Raises:
-        ApiError: another temperature, top_k, top_p, min_p or stop; names both values.
+        ApiError: temperature, top_k, top_p, min_p or stop differs from the run's; names both values.
     """
     given = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "min_p", "stop")}
     given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
@@ -132,13 +133,13 @@ def require_sampling(request: ChatRequest, sampling: GenerateRequest) -> None:
 
 
 def plain_message(message: Message, number: int) -> Message:
-    """A message with what a chat template reads of it: text as one string, arguments of calls as objects, no nulls.
+    """Reduces a message to what a chat template reads: text as one string, arguments of calls as objects, no nulls.
     `says_the_same` compares this form.
 
     Args:
-        number: its place, counted from 1, for errors.
+        number: the message's place, counted from 1, for errors.
     Raises:
-        ApiError: another role, content that is no text, a key that nothing would read.
+        ApiError: an unknown role, content that is not text, or a key that nothing would read.
     """
     where = {"param": f"messages[{number - 1}]"}
     role = "system" if message.get("role") == "developer" else message.get("role")
@@ -147,7 +148,7 @@ def plain_message(message: Message, number: int) -> Message:
             400, f"message {number} has the role {role!r}; use {', '.join(_ROLES)}, or developer for system", **where
         )
     unread = [key for key, value in message.items() if key not in _KEYS and value]
-    if unread and role != "assistant":  # clients add keys of their own to what they were answered
+    if unread and role != "assistant":  # clients add their own keys to the answers they got
         raise ApiError(400, f"message {number} has the key {unread[0]!r}, which no one would read; remove it", **where)
     plain = {key: message[key] for key in ("name", "tool_call_id") if message.get(key) is not None}
     for key, value in plain.items():
@@ -161,8 +162,8 @@ def plain_message(message: Message, number: int) -> Message:
 
 
 def says_the_same(one: Message, other: Message, stop: Sequence[str] = ()) -> bool:
-    """Whether two plain messages do. Spaces around the text do not matter, which some frameworks strip, nor whether an
-    assistant's has the stop string behind it that ended the turn, and that it was told without."""
+    """Whether two plain messages say the same. Whitespace around the text is ignored, because some frameworks strip it;
+    so is the stop string that ended an assistant's turn, because clients are given the text without it."""
     return _without_ends(one, stop) == _without_ends(other, stop)
 
 
@@ -175,26 +176,26 @@ def _without_ends(message: Message, stop: Sequence[str]) -> Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """A turn of the policy's, as a client is told of it."""
+    """A turn of the policy, as it is reported to a client."""
 
     id: str
     message: Message
-    """In the form of `plain_message`, with the ids of calls."""
+    """The message in the form of `plain_message`; calls have ids."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     num_prompt_tokens: int
     tokens: list[str]
-    """Sampled, as text each."""
+    """The sampled tokens, each as text."""
     logprobs: list[float] = field(repr=False)
-    """Of the tokens, in nats."""
+    """Logprobs of the tokens, in nats."""
 
 
 def read_turn(text: str, number: int, *, call_format: str | None, tools: Tools = ()) -> Message:
-    """What the policy said, as a plain message. Where a call cannot be read, all of it is text.
+    """Converts the text of a turn of the policy to a plain message. If any call cannot be read, all of it is text.
 
     Args:
-        number: of the turn, in the ids of its calls.
-        call_format: one of tool_calls.FORMATS; None reads no calls.
-        tools: of the request.
+        number: the turn's number, used in the ids of its calls.
+        call_format: one of tool_calls.FORMATS; None: no calls are read.
+        tools: the request's.
     """
     calls = [] if call_format is None else FORMATS[call_format](text, tools)
     if not calls or any(call.error is not None for call in calls):
@@ -211,7 +212,7 @@ def read_turn(text: str, number: int, *, call_format: str | None, tools: Tools =
 
 
 def completion_body(answer: ChatAnswer, *, logprobs: bool) -> dict[str, Any]:
-    """The whole answer at once."""
+    """Writes the answer as one response body."""
     return {
         **_head(answer, "chat.completion"),
         "choices": [{"index": 0, "message": _wire_message(answer), **_end(answer, logprobs=logprobs)}],
@@ -220,7 +221,7 @@ def completion_body(answer: ChatAnswer, *, logprobs: bool) -> dict[str, Any]:
 
 
 def completion_events(answer: ChatAnswer, *, logprobs: bool, usage: bool) -> Iterator[dict[str, Any]]:
-    """The answer as a client reads it that wanted a stream: in one piece, for it is there as a whole."""
+    """Writes the answer for a client that asked for a stream; the whole message is one event, since it is all there."""
     head = _head(answer, "chat.completion.chunk")
     delta = _wire_message(answer)
     if "tool_calls" in delta:
@@ -232,7 +233,7 @@ def completion_events(answer: ChatAnswer, *, logprobs: bool, usage: bool) -> Ite
 
 
 def model_list() -> dict[str, Any]:
-    """What GET /models answers."""
+    """Returns the answer to GET /models."""
     return {
         "object": "list",
         "data": [{"id": MODEL, "object": "model", "created": _CREATED, "owned_by": "shardwise"}],
@@ -252,7 +253,7 @@ def _end(answer: ChatAnswer, *, logprobs: bool) -> dict[str, Any]:
 
 
 def _bytes_of(token: str) -> list[int] | None:
-    """None for a part of a character, which is no text."""
+    """Returns the UTF-8 bytes of a token; None for a part of a character, which is not text."""
     return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
 
 
@@ -286,7 +287,7 @@ def _text(content: Any, number: int) -> str:
             param=f"messages[{number - 1}]",
         )
     joined = "".join(part["text"] for part in parts)
-    return joined.encode("utf-8", "replace").decode()  # half a surrogate pair is no character
+    return joined.encode("utf-8", "replace").decode()  # half of a surrogate pair is not a character
 
 
 def _is_text(part: Any) -> bool:
@@ -311,7 +312,7 @@ def _plain_call(call: Any, number: int) -> dict[str, Any]:
 
 
 def preview(value: Any) -> str:
-    """A value as one line of JSON, cut off where it is long."""
+    """Formats a value as one line of JSON, cut off if it is long."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 160 else f"{text[:157]}..."
 

@@ -1,10 +1,10 @@
-"""What a decode step computes on a CPU with kernels of its own: attention of one new token of every row over that row's
-cached keys and values, and the projection of a few hidden states to float32 logits.
+"""CPU kernels for decode steps: attention of one new token per row over that row's cached keys and values, and the
+projection of a few hidden states to float32 logits.
 
-torch's attention reads every row as far as the longest reaches, and is slow at one query a row: at 64 rows of 160
-tokens and head dim 64 ours takes a third of its time. Its product of float32 rows with a vocabulary of 8192 takes twice
-(64 rows) to ten times (one row) as long as ours, which reads both in their own dtype. Each row gets the same bits
-whatever is beside it. What builds torch.compile's kernels builds these.
+torch's attention reads every row up to the length of the longest one, and is slow with one query per row: at 64 rows of
+160 tokens and head dim 64 ours takes a third of its time. torch's product of float32 rows with a vocabulary of 8192
+takes twice (64 rows) to ten times (one row) as long as ours, which reads both in their own dtype. Each row gets the
+same bits whatever the other rows are. The toolchain that builds torch.compile's kernels builds these.
 
 Shapes: B rows, H query heads, K key/value heads, C capacity of the cache in tokens, d head dim, D hidden size,
 V vocabulary.
@@ -23,16 +23,17 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class _Shape(ctypes.Structure):
-    """`Shape` of the source."""
+    """The struct `Shape` of the C++ source."""
 
     _fields_: ClassVar = [(name, ctypes.c_int64) for name in ("rows", "kv_heads", "queries", "d", "dv", "capacity")]
 
 
 class DecodeKernels:
-    """Compiled once and kept in torch's cache of compiled code."""
+    """The kernels, compiled once and kept in torch's cache of compiled code."""
 
     def __init__(self) -> None:
-        """
+        """Compiles or loads the kernels.
+
         Raises:
             ConfigError: there is no C++ compiler.
         """
@@ -71,7 +72,7 @@ class DecodeKernels:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Stores key and value of each row at its position, and attends over all up to there.
+        """Stores each row's key and value at its position, then attends over all positions up to that one.
 
         Args:
             query: [B, H, 1, d]. key, value: [B, K, 1, d]; the value's head dim may differ.
@@ -103,7 +104,7 @@ class DecodeKernels:
         return out
 
     def project(self, states: Tensor, weight: Tensor) -> Tensor:
-        """states [B, D] @ weight [V, D]^T -> [B, V] float32, as `ops.project_float32`."""
+        """Computes states [B, D] @ weight [V, D]^T -> [B, V] float32, like `ops.project_float32`."""
         dtype = torch.promote_types(states.dtype, weight.dtype)
         states, weight = states.to(dtype).contiguous(), weight.to(dtype).contiguous()
         out = states.new_empty(len(states), len(weight), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""One call of the embedded engine: which prompts wait, which rows are being decoded, and what is sampled for them.
+"""One `generate` call of the embedded engine: waiting prompts, rows that are being decoded, and sampling for them.
 
 Shapes: B active rows, V vocabulary.
 """
@@ -28,14 +28,14 @@ class Row:
 
     request: int
     index: int
-    """Among the request's completions."""
+    """The completion's number among those of its request."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
-    """[tokens of a pass, M, k], where they are asked for."""
+    """Chosen experts, [tokens, M, k] for each forward pass; empty unless asked for."""
 
     def completion(self, finish_reason: FinishReason, version: int) -> Completion:
-        """What has been sampled by the weights of `version`."""
+        """Returns what has been sampled, by the weights of `version`."""
         return Completion(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
@@ -47,24 +47,24 @@ class Row:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that was read, until all of its completions have begun."""
+    """A prefilled prompt, kept until all of its completions have begun."""
 
     request: int
     members: range
-    """The completions that have not."""
+    """Numbers of the completions that have not begun."""
     slot: int
-    """The row of the cache that holds it."""
+    """The cache row that holds the prompt."""
     num_tokens: int
     ahead: Tensor
     """[] int64: a token's position id minus its index in the sequence; not 0 after images (M-RoPE)."""
     logits: Tensor
-    """[V] of the first token."""
+    """[V], logits for the first token of the completions."""
     experts: Tensor | None
-    """[tokens, M, k], where they are asked for."""
+    """Chosen experts, [tokens, M, k]; None unless asked for."""
 
 
 class Decoding:
-    """The state of one `generate` call: what waits, what is being decoded, and the cache between them."""
+    """The state of one `generate` call: waiting prompts, rows being decoded, and the cache that they share."""
 
     def __init__(self, model: CachedModel, requests: Sequence[GenerateRequest]) -> None:
         """
@@ -75,9 +75,9 @@ class Decoding:
         self._requests = requests
         self._waiting = deque(index for index, request in enumerate(requests) if request.num_completions)
         self._prompts: deque[_Prompt] = deque()
-        """That were read ahead of their completions, some of which may have begun."""
+        """Prompts that are prefilled and whose completions have not all begun."""
         self.rows: list[Row] = []
-        """Being decoded."""
+        """The completions that are being decoded, by active cache row."""
         self._projection = model.projection()
         self._record = model.expert_record() if any(request.with_experts for request in requests) else None
         self._capacity = min(model.max_rows, sum(request.num_completions for request in requests))
@@ -90,8 +90,8 @@ class Decoding:
             device=model.device,
             kernels=model.kernels,
         )
-        # Per active row, on the device: the token to feed next, its number in the sequence, what its position is ahead
-        # of that (behind images), the random stream, how it is sampled.
+        # Per active row, on the device: the token to feed next, its index in the sequence, how far its position id is
+        # ahead of that index (after images), the key of its random stream, how it is sampled.
         self._tokens, self._positions, self._ahead, self._keys = (
             torch.zeros(0, dtype=torch.int64, device=model.device) for _ in range(4)
         )
@@ -101,8 +101,7 @@ class Decoding:
         return bool(self._waiting or self._prompts or self.rows)
 
     def advance(self) -> list[tuple[Row, FinishReason]]:
-        """Fills the rows that are free, then samples one more token for every row. Returns the rows that finished, and
-        why."""
+        """Fills free rows, then samples one more token for every row. Returns the rows that finished, and why."""
         finished: list[tuple[Row, FinishReason]] = []
         while (self._waiting or self._prompts) and len(self.rows) < self._capacity:
             finished += self._admit()  # some end with their first token
@@ -111,7 +110,7 @@ class Decoding:
         return finished
 
     def _admit(self) -> list[tuple[Row, FinishReason]]:
-        """Begins completions in all free rows, as far as there are any, and samples their first tokens."""
+        """Begins completions in free rows, as many as there are of both, and samples their first tokens."""
         first_row, logits = len(self.rows), []
         while len(self.rows) < self._capacity and (self._prompts or self._waiting):
             if not self._prompts:
@@ -126,7 +125,7 @@ class Decoding:
         return self._sample(torch.cat(logits), first_row)
 
     def _read_prompts(self) -> None:
-        """Prefills as many waiting prompts as there are slots, each once."""
+        """Prefills as many waiting prompts as there are free slots, each prompt once."""
         admitted = [self._waiting.popleft() for _ in range(min(len(self._waiting), len(self._free_slots)))]
         slots = [self._free_slots.pop() for _ in admitted]
         of_prompts = [self._requests[index] for index in admitted]
@@ -187,7 +186,7 @@ class Decoding:
         return self._sample(self._model.logits(hidden[:, 0], self._projection), 0)
 
     def _sample(self, logits: Tensor, first_row: int) -> list[tuple[Row, FinishReason]]:
-        """Samples for rows from `first_row` on; takes finished rows out."""
+        """Samples a token for each row from `first_row` on, and removes finished rows."""
         positions, keys = self._positions[first_row:], self._keys[first_row:]
         tokens, logprobs = sample(
             logits,
@@ -223,7 +222,7 @@ class Decoding:
         return rows
 
     def _remove(self, slots: list[int]) -> None:
-        """Fills the gaps with the last rows, so that active rows stay 0 .. B - 1."""
+        """Removes rows and fills the gaps with the last rows, so that active rows stay 0 .. B - 1."""
         remaining = len(self.rows) - len(slots)
         gaps = [slot for slot in slots if slot < remaining]
         gone = set(slots)
@@ -245,7 +244,7 @@ class Decoding:
 def _require_room(
     size: CacheSize, device: torch.device, *, num_active: int, num_slots: int, requests: Sequence[GenerateRequest]
 ) -> None:
-    """Raises ConfigError: a cache of so many rows would take more memory than is free."""
+    """Raises ConfigError if a cache with this many rows would take more memory than is free."""
     row_bytes, free = size.row_bytes(longest(requests)), free_bytes(device)
     needed = (num_active + num_slots) * row_bytes
     if free is None or needed <= free:
@@ -260,10 +259,10 @@ def _require_room(
 
 
 def _num_given(request: GenerateRequest) -> int:
-    """Tokens that new ones follow."""
+    """Number of tokens that the sampled ones follow: the prompt and the partial completion."""
     return len(request.prompt_ids) + len(request.partial_token_ids)
 
 
 def longest(requests: Sequence[GenerateRequest]) -> int:
-    """Tokens of a prompt and the longest completion that it may get."""
+    """Largest number of tokens that any request may reach: its given tokens and its max_tokens."""
     return max((_num_given(request) + request.max_tokens for request in requests), default=0)

@@ -49,7 +49,7 @@ from shardwise.rollout.vision import image_spans, requests_to_score
 from shardwise.types import Completion, GenerateRequest, Images
 
 _SCORED_AT_A_TIME = 256
-"""Places of a sequence whose logits are in memory together."""
+"""Tokens of a sequence whose logits are in memory at the same time."""
 
 
 class EmbeddedEngine:
@@ -71,17 +71,17 @@ class EmbeddedEngine:
         """
         Args:
             max_rows: sequences decoded at a time; bounds the key/value cache.
-            stop_token_ids: end a completion beside the model's own end-of-sequence tokens.
-            bad_token_ids: are never drawn.
-            decode: token ids to text, for requests with stop strings.
-            compile_decode: torch.compile the forward pass of a decode step; on a CPU with kernels of our own.
-            adapter: all that syncs bring, by the names that they bring it under -> names in the model's state_dict;
-                None: the whole model, by its own names.
+            stop_token_ids: tokens that end a completion, besides the model's own end-of-sequence tokens.
+            bad_token_ids: tokens that are never drawn.
+            decode: turns token ids into text, for requests with stop strings.
+            compile_decode: torch.compile the forward pass of a decode step; on a CPU also use `DecodeKernels`.
+            adapter: everything that weight syncs bring: name in the sync -> name in the model's state_dict. None: syncs
+                bring the whole model, under its own names.
             sleep_level: where the weights are while the engine sleeps: 0 on the device, 1 in host memory.
 
         Raises:
-            ConfigError: compile_decode on a CPU, and there is no C++ compiler; tokens outside the vocabulary.
-            ModelError: as `CachedModel.hidden_states`.
+            ConfigError: compile_decode on a CPU without a C++ compiler; tokens outside the vocabulary.
+            ModelError: as in `CachedModel.hidden_states`.
         """
         self._model = model
         self._cached = CachedModel(
@@ -115,12 +115,13 @@ class EmbeddedEngine:
         sleep_level: Literal[0, 1] = 0,
         **options: Any,
     ) -> Self:
-        """Loads a model folder; `options` as in `__init__`, whose `adapter` is what `attach_adapter` gives.
+        """Loads a model folder; `options` are those of `__init__`, whose `adapter` is what `attach_adapter` returns.
 
         Raises:
-            ConfigError: nobody has proven that cached attention computes the family, and allow_unproven is False;
+            ConfigError: the family is not proven to be computed by cached attention, and allow_unproven is False;
                 sleep_level on a CPU.
-            ModelError: transformers cannot load it or would make up weights; cached attention cannot compute it.
+            ModelError: transformers cannot load the folder or would make up weights; cached attention cannot compute
+                the model.
         """
         if sleep_level and device.type == "cpu":
             raise ConfigError(
@@ -166,8 +167,8 @@ class EmbeddedEngine:
 
         Raises:
             ConfigError: the device has no room for the cache of the sequences that are decoded at a time.
-            ModelError: a prompt and its completion would be so long that they change what others are computed with;
-                images that do not fit their prompt, or of a model that sees none.
+            ModelError: a prompt and its completion would be so long that they change how others are computed; images
+                do not fit their prompt, or the model takes none.
             DataError, RuntimeError: as RolloutEngine.generate.
         """
         version = self._require_version()
@@ -202,7 +203,7 @@ class EmbeddedEngine:
     def logprobs(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> list[list[float]]:
-        """See RolloutEngine.logprobs. One sequence at a time: what a probe asks for is little."""
+        """See RolloutEngine.logprobs. Scores one sequence at a time, because probes ask for few."""
         self._require_version()
         self._limits.require_scorable(sequences)
         projection, results = self._cached.projection(), []
@@ -223,11 +224,11 @@ class EmbeddedEngine:
         return traced((plain_name(path), module) for path, module in self._model.named_modules())
 
     def share_weights(self) -> SharedTensors:
-        """Moves the weights into memory that the other end of a weight sync may write to, if they are on the host."""
+        """Moves the weights, if they are on the host, into memory that the other end of a weight sync may write to."""
         return SharedTensors(self._model.parameters())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the tensors over the served ones, by Hugging Face name."""
+        """Copies the tensors, by Hugging Face name, over the served ones."""
         served = dict(self.served_weights())
         self._version = None
         with torch.no_grad():
@@ -237,7 +238,8 @@ class EmbeddedEngine:
                 del tensor  # else it would stay while the next one is gathered
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What the next token will be computed with, tied copies left out; of a model with an adapter the adapter."""
+        """Yields the weights that the next token is computed with, without tied copies; of a model with an adapter only
+        the adapter."""
         if self._adapter is not None:
             state = self._model.state_dict()
             return ((in_file, state[name]) for in_file, name in self._adapter.items())
@@ -249,11 +251,11 @@ class EmbeddedEngine:
         return checksums(self.served_weights())
 
     def commit_weights(self, version: int) -> None:
-        """From here on completions carry `version`. There is no prefix cache to drop: none outlives `generate`."""
+        """Lets completions carry `version` from here on. There is no prefix cache to drop: none outlives `generate`."""
         self._version = version
 
     def sleep(self) -> None:
-        """Moves the weights to the host, if `sleep_level` says so; the cache is gone since `generate` returned."""
+        """Moves the weights to the host if `sleep_level` is 1; the cache is gone since `generate` returned."""
         if self._sleep_level:
             self._on_host.take(self._model.parameters())
 
@@ -268,7 +270,7 @@ class EmbeddedEngine:
         return False
 
     def close(self) -> None:
-        """Has nothing that does not go with it."""
+        """Does nothing: everything is freed with the engine itself."""
 
     def _require_version(self) -> int:
         assert not self._on_host, "the engine sleeps"
@@ -278,8 +280,8 @@ class EmbeddedEngine:
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """The model with cached attention, and the weights that the folder lacks. Raises ModelError: transformers cannot
-    load it, or not with such attention."""
+    """Returns the model with cached attention, and the names of the weights that the folder lacks. Raises ModelError if
+    transformers cannot load the folder, or not with this attention."""
     register_cached_attention()
     config = read_model_config(folder)
     require_generates(folder, config)
@@ -296,7 +298,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list
     except Exception as error:  # whatever a value in config.json leads to, or damaged weights
         if isinstance(error, ValueError) and "AutoModelForImageTextToText" in str(error):
             reason = f"{folder}: transformers has no model for CausalLM of the family {config.model_type}"
-        elif error.args == (CACHED_ATTENTION,):  # some families look the name up in a table of their own
+        elif error.args == (CACHED_ATTENTION,):  # some families look the name up in their own table
             reason = f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}"
         else:
             reason = f"{folder} cannot be loaded for generation: {' '.join(str(error).split())}"

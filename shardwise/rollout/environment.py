@@ -1,4 +1,4 @@
-"""What answers the policy between its turns: a game, a tool, a conversation partner. And how its methods are called."""
+"""Environments, which answer the policy between its turns (a game, a tool, a conversation partner), and their calls."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ Messages = list[dict[str, Any]]
 
 
 class Environment(Protocol):
-    """One episode. Every completion has an instance of its own; any method may be a coroutine.
+    """One episode. Every completion has its own instance; any method may be a coroutine.
 
     The policy's first turn answers the prompt of the row. `reset` is called before it, then `step` after every turn
     that ended by itself, `reward` at the end, and `close` always.
@@ -26,36 +26,36 @@ class Environment(Protocol):
         """Begins the episode of a row."""
 
     def step(self, response: str) -> str | Messages | None:
-        """What the policy reads next: text (a message of the user's, where there is a chat template), or messages. None
+        """Returns what the policy reads next: text (a user message, if there is a chat template), or messages. None
         ends the episode."""
 
     def reward(self) -> float | dict[str, float]:
-        """What the episode has earned, also one that a limit cut off; or a dict with "score" and further numbers."""
+        """Returns the episode's reward, also if a limit cut it off; or a dict with "score" and further numbers."""
 
     def close(self) -> None:
         """Releases what the instance holds."""
 
 
 _LOOK_SECONDS = 0.05
-"""How often a loop is looked at while calls run, and how long it may take to come round before it counts as held."""
+"""How often the loop is checked while calls run, and how long it may take to respond before it counts as blocked."""
 _GRACE_SECONDS = 2.0
-"""A loop that is held beyond a deadline has so long to come back, for the sake of the other calls in it."""
+"""How long a loop may stay blocked beyond a deadline before it is given up, for the sake of the other calls in it."""
 _LOST = "its event loop was given up, which the coroutine of another environment had blocked beyond the deadline"
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """A call, from its turn on."""
+    """One call and its outcome."""
 
     call: Callable[[], Any]
     deadline: Deadline | None = None
-    """None before its turn."""
+    """None until the call begins."""
     is_over: bool = False
     answer: Any = None
-    """What came of it, once it is over."""
+    """What the call returned or raised, once it is over."""
 
     def end(self, answer: Any) -> None:
-        """Of several ends the first one counts."""
+        """Sets the outcome; only the first one counts."""
         if not self.is_over:
             self.answer, self.is_over = answer, True
 
@@ -63,10 +63,10 @@ class _Attempt:
 class EnvironmentCaller:
     """Calls methods of many environments at a time, each within its deadline.
 
-    Coroutines share one event loop, beside the caller, from the first call to `close`, so that what environments share
-    (a client, a semaphore) may belong to it. Time in which one of them holds the loop is its own and nobody else's; one
-    that does not let go of it takes it along, and the next calls share another loop. Other methods run in threads; one
-    that outlives its deadline keeps its thread, which does not keep the process.
+    Coroutines share one event loop in another thread, from the first call to `close`, so that what environments share
+    (a client, a semaphore) may belong to that loop. Time in which one call blocks the loop counts only against that
+    call. If one never lets go, its loop is given up with it, and the next calls share a new loop. Plain methods run in
+    threads; one that outlives its deadline keeps its thread, which does not keep the process alive.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
@@ -78,11 +78,11 @@ class EnvironmentCaller:
         self._thread.close()
 
     def call(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Consumes: calls. Waits for: all of them. Unblocked by: their deadlines, which this thread keeps where the
+        """Makes the calls. Waits for: all of them. Unblocked by: their deadlines, which this thread enforces when the
         loop cannot.
 
         Returns:
-            What each call returned, or the exception that it raised; TimeoutError where it missed its deadline.
+            What each call returned, or the exception it raised; TimeoutError if it missed its deadline.
         """
         attempts = [_Attempt(call) for call in calls]
         while waiting := [attempt for attempt in attempts if not attempt.is_over]:
@@ -95,7 +95,7 @@ class EnvironmentCaller:
 
     async def _play(self, attempt: _Attempt, slots: asyncio.Semaphore, thread: LoopThread) -> None:
         async with slots:
-            if thread is not self._thread:  # given up while this one waited
+            if thread is not self._thread:  # the loop was given up while this call waited
                 return
             attempt.deadline = Deadline(self._config.timeout_seconds)
             try:
@@ -104,7 +104,7 @@ class EnvironmentCaller:
                 attempt.end(error)
 
     def _wait(self, done: "futures.Future[None]", attempts: Sequence[_Attempt]) -> None:
-        """Until the loop has played them, or has been held too long and is given up."""
+        """Waits until the loop has made the calls, or has been blocked too long and is given up."""
         free = time.monotonic()
         while not futures.wait([done], _LOOK_SECONDS).done:
             looked = free
@@ -118,7 +118,8 @@ class EnvironmentCaller:
             free = time.monotonic()
 
     def _spare_others(self, seconds: float) -> None:
-        """So long one call has held the loop. Where it is no call's task that holds it, nobody is spared."""
+        """Extends the deadlines of all calls but the one that has blocked the loop for `seconds`; of none if the
+        blocking task belongs to no call."""
         loop = self._thread.loop
         if holding := deadlines_of(asyncio.current_task(loop)):
             playing = {deadline for task in asyncio.all_tasks(loop) for deadline in deadlines_of(task)}
@@ -126,7 +127,7 @@ class EnvironmentCaller:
                 deadline.spare(seconds)
 
     def _give_up(self, begun: Sequence[_Attempt]) -> None:
-        """The loop, with what plays in it; those that have not begun are for the next one."""
+        """Gives up the loop and the calls that have begun in it; the others are left to the next loop."""
         holding = deadlines_of(asyncio.current_task(self._thread.loop))
         for attempt in begun:
             missed = f"no answer within {self._config.timeout_seconds:g} s: {BLOCKED}"

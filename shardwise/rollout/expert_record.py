@@ -1,4 +1,4 @@
-"""Which experts the embedded engine sends tokens to, for their replay in training.
+"""Records which experts the embedded engine routes tokens to, so that training can replay the routing.
 
 Shapes: n tokens of a forward pass, M routers, k experts that each token goes to.
 """
@@ -15,7 +15,7 @@ from shardwise.families import Router, UnreadableRouter, routers_of
 
 
 class ExpertRecord:
-    """Keeps what every router chose in the newest forward pass."""
+    """Keeps the experts that every router chose in the latest forward pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """
@@ -33,11 +33,11 @@ class ExpertRecord:
                 module.register_forward_hook(self._hook(router))
 
     def begin(self) -> None:
-        """Forgets the pass before."""
+        """Forgets the previous forward pass."""
         self._chosen = []
 
     def take(self) -> Tensor:
-        """[n, M, k] int16, on the host."""
+        """Returns the chosen experts, [n, M, k] int16, on the host."""
         return torch.stack(self._chosen, dim=1).cpu()
 
     def _hook(self, router: Router) -> Callable[[nn.Module, Any, Any], None]:

@@ -9,10 +9,10 @@ _GROUPS = "sys/fs/cgroup"
 
 
 def free_bytes(device: torch.device, *, root: Path = Path("/")) -> int | None:
-    """That this process could still take, what it would drop for them counted in; None where nobody tells.
+    """Returns the bytes that this process could still allocate, droppable caches included; None if unknown.
 
     Args:
-        root: of the file system, for tests.
+        root: root of the file system, for tests.
     """
     if device.type == "cpu":
         return _free_on_host(root)
@@ -23,7 +23,7 @@ def free_bytes(device: torch.device, *, root: Path = Path("/")) -> int | None:
 
 
 def _free_on_host(root: Path) -> int | None:
-    """Of the machine and of each control group that the process is in, whichever has least; swap is counted to both."""
+    """The least free memory of the machine and of each control group the process is in; free swap is added to it."""
     machine = _numbers(root / "proc/meminfo")
     if "MemAvailable:" not in machine:
         return None
@@ -32,7 +32,7 @@ def _free_on_host(root: Path) -> int | None:
 
 
 def _groups(root: Path) -> list[Path]:
-    """The folders of the process's own control group (version 2) and of those around it that limit memory."""
+    """Folders of the control groups (version 2) that limit memory: the process's own and those that enclose it."""
     listed = root / "proc/self/cgroup"
     lines = listed.read_text().splitlines() if listed.is_file() else []
     own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
@@ -54,6 +54,6 @@ def _free_of_group(group: Path) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The first two words of each line; empty where there is no such file."""
+    """Maps the first word of each line to the number after it; empty if there is no such file."""
     lines = path.read_text().splitlines() if path.is_file() else []
     return {words[0]: int(words[1]) for line in lines if len(words := line.split()) > 1 and words[1].isdigit()}

@@ -1,4 +1,4 @@
-"""A small HTTP server for programs on the same machine that have a token: JSON in, JSON or events out."""
+"""A small HTTP server for programs on the same machine that hold a token: JSON in, JSON or events out."""
 
 import asyncio
 import json
@@ -13,31 +13,31 @@ from shardwise.rollout.loop_thread import LoopThread
 HOST = "127.0.0.1"
 _MAX_HEAD_BYTES = 1 << 16
 _BACKLOG = 4096
-"""Connections that wait to be taken: all agents of a batch may ask at the same moment."""
+"""Connections that may wait to be accepted: all agents of a batch may connect at the same moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpRequest:
-    """A request whose token is known."""
+    """A request whose token has been checked."""
 
     method: str
     path: str
-    """Without the query."""
+    """The path without the query."""
     token: str
     body: Any
-    """Of the JSON; None where there is none."""
+    """The parsed JSON; None if the body is empty."""
 
 
 Events = Iterable[dict[str, Any]]
 Answer = Callable[[HttpRequest], Awaitable[dict[str, Any] | Events]]
-"""What a request is answered with: an object, or objects one after the other as server-sent events. Raises ApiError."""
+"""Answers a request with one object, or with several as server-sent events. Raises ApiError."""
 
 
 class HttpServer:
-    """Serves from a thread of its own, on the loopback interface alone. One request for each connection.
+    """Serves from its own thread, on the loopback interface only, one request per connection.
 
-    Nothing of a body is kept before its token is known. However slowly a client writes or reads, its connection ends at
-    the deadline, which is of a whole request or answer: bytes that drip do not move it.
+    Nothing of a body is kept before its token is checked. However slowly a client writes or reads, its connection ends
+    at the deadline, which covers a whole request or a whole answer: single bytes do not extend it.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class HttpServer:
     ) -> None:
         """
         Args:
-            is_known: whether a token may ask for anything.
-            timeout_seconds: for a client to send its request, and to take its answer.
+            is_known: whether a token may make requests.
+            timeout_seconds: time for a client to send its request, and again to read its answer.
         """
         self._answer, self._is_known = answer, is_known
         self._max_body_bytes, self._timeout_seconds = max_body_bytes, timeout_seconds
@@ -60,7 +60,7 @@ class HttpServer:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
-        """Answers nobody any more."""
+        """Stops serving."""
         self._thread.loop.call_soon_threadsafe(self._server.close)
         self._thread.close()
 
@@ -76,20 +76,20 @@ class HttpServer:
                 await writer.drain()
                 if status >= 400:
                     await _outlast(reader, writer)
-        except (OSError, TimeoutError, asyncio.CancelledError):  # it has gone, takes nothing, or the server closes
+        except (OSError, TimeoutError, asyncio.CancelledError):  # the client is gone or stuck, or the server closes
             writer.transport.abort()
         finally:
             writer.close()
 
     async def _reply(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, str, bytes]:
-        """Status, type and body of the answer."""
+        """Returns status, content type and body of the answer."""
         try:
             answered = await self._answer(await self._read(reader, writer))
         except ApiError as error:
             return error.status, "application/json", json.dumps(error.body).encode()
         except (OSError, TimeoutError):
             raise
-        except Exception as error:  # one request's trouble, which its client is told of
+        except Exception as error:  # fails this one request, and its client is told
             problem = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
             return problem.status, "application/json", json.dumps(problem.body).encode()
         if isinstance(answered, dict):
@@ -131,7 +131,7 @@ class HttpServer:
         return HttpRequest(method=words[0], path=words[1].partition("?")[0], token=token, body=body)
 
     def _body_bytes(self, headers: dict[str, str]) -> int:
-        """Raises ApiError: the head does not say how many there are, or they are too many."""
+        """Returns the body's size. Raises ApiError if the head does not tell it, or it is too large."""
         if "transfer-encoding" in headers:
             raise ApiError(411, "the body has no Content-Length; send it in one piece")
         length = headers.get("content-length", "0")
@@ -156,8 +156,8 @@ async def _read_json(reader: asyncio.StreamReader, num_bytes: int) -> Any:
 
 
 async def _outlast(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Reads on until the client, which may still be sending what is refused, has gone: who is cut off while it sends
-    reads no answer."""
+    """Reads on until the client has gone: it may still be sending the refused request, and a client that is cut off
+    while sending does not read the answer."""
     writer.write_eof()
     while await reader.read(_MAX_HEAD_BYTES):
         pass

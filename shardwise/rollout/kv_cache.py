@@ -1,4 +1,4 @@
-"""The key/value cache of the embedded engine, and the attention and the sequence mixers that read and write it.
+"""The key/value cache of the embedded engine, and the attention and sequence mixers that read and write it.
 
 Shapes: B active rows, P prompts, H query heads, K key/value heads, L tokens, d head dim.
 """
@@ -47,9 +47,9 @@ from shardwise.rollout.mixer_states import MixerStates, places_by_length
 
 CACHED_ATTENTION = "shardwise_cached"
 _SPAN_STEP = 64
-"""Decode steps on a GPU look at a multiple of so many cache places."""
+"""On a GPU, decode steps read a multiple of this many cache positions."""
 _CACHE_PARAMETERS = ("cache", "cache_params", "past_key_values")
-"""What families call the cache that a sequence mixer takes."""
+"""The names that families give the cache parameter of a sequence mixer."""
 
 _cache_in_use: ContextVar["KVCache"] = ContextVar("_cache_in_use")
 
@@ -62,21 +62,21 @@ def register_cached_attention() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
-    """What a cache takes, over all layers."""
+    """Memory that a cache takes, over all layers."""
 
     token_bytes: int
-    """Keys and values of a token in one row."""
+    """Bytes of the keys and values of one token in one row."""
     carried_bytes: int
-    """What mixers carry on in one row, however long it is."""
+    """Bytes of the states that mixers carry on in one row, whatever its length."""
 
     def row_bytes(self, num_tokens: int) -> int:
-        """Of a row with room for so many tokens."""
+        """Returns the bytes of a row with room for `num_tokens`."""
         return num_tokens * self.token_bytes + self.carried_bytes
 
 
 class KVCache:
-    """One row of keys and values, and of what mixers carry on, for each sequence that is being decoded. Active rows are
-    0 .. B - 1, without gaps; behind the room for them lie prompts whose completions have not all begun.
+    """One row of keys and values, and of the states of mixers, for each sequence that is being decoded. Active rows are
+    0 .. B - 1, without gaps; the rows after the room for them hold prompts whose completions have not all begun.
 
     A forward pass is either a prefill (set by `begin_prefill`) or a decode step (`begin_decode`).
     """
@@ -86,7 +86,7 @@ class KVCache:
     ) -> None:
         """
         Args:
-            kernels: compute decode steps.
+            kernels: attention kernels for decode steps; None: torch's.
         """
         self._kernels = kernels
         self._num_rows = num_rows
@@ -94,9 +94,9 @@ class KVCache:
         self._device = device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._index_keys: dict[int, Tensor] = {}
-        """[rows, capacity, d], by the layer of their indexer."""
+        """Indexer keys [rows, capacity, d], by the layer of the indexer."""
         self._index_bytes: dict[int, int] = {}
-        """Of a token's, also where no indexer is asked."""
+        """Bytes of one token's indexer key, by layer, also for indexers that need not be asked."""
         self._mixers: dict[int, MixerStates] = {}
         self._prefill: Tensor | None = None
         self._prompts_by_length: dict[int, list[int]] = {}
@@ -109,15 +109,15 @@ class KVCache:
         self._mixers_seen: list[int] = []
 
     def begin_prefill(self, rows: Tensor, lengths: Sequence[int]) -> None:
-        """The next forward pass reads right-padded prompts of `lengths`; row rows[i] gets the keys of prompt i."""
+        """Makes the next forward pass read right-padded prompts of `lengths`; row rows[i] gets the keys of prompt i."""
         self._prefill = rows
         self._prompts_by_length = places_by_length(lengths)
         self._layers_seen, self._mixers_seen = [], []
 
     def begin_decode(self, positions: Tensor, *, span: int) -> None:
-        """The next forward pass appends one token to rows 0 .. B - 1, at `positions` [B], all below `span`."""
+        """Makes the next forward pass append one token to rows 0 .. B - 1, at `positions` [B], all below `span`."""
         self._prefill = None
-        # On a CPU every key costs; on a GPU every new shape does: cuDNN's attention plans anew for each.
+        # On a CPU every key costs time; on a GPU every new shape does, because cuDNN's attention plans anew for each.
         step = 1 if self._device.type == "cpu" else _SPAN_STEP
         self._span = min(-(-span // step) * step, self._capacity_tokens)
         self._positions, self._masks = positions, {}
@@ -126,7 +126,7 @@ class KVCache:
         self._layers_seen, self._mixers_seen = [], []
 
     def copy_prompt(self, source: int, targets: slice, num_tokens: int) -> None:
-        """The first tokens of a row to others, which nothing has been appended to."""
+        """Copies the first tokens of a row to other rows, to which nothing has been appended yet."""
         for stored in (tensor for pair in self._layers.values() for tensor in pair):
             stored[targets, :, :num_tokens] = stored[source, :, :num_tokens]
         for stored in self._index_keys.values():
@@ -143,7 +143,7 @@ class KVCache:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside, compiled forward passes use this cache."""
+        """Makes compiled forward passes inside the context use this cache."""
         token = _cache_in_use.set(self)
         try:
             yield
@@ -152,17 +152,17 @@ class KVCache:
 
     @property
     def layers_seen(self) -> list[int]:
-        """The layers whose attention has run in this forward pass, in their order."""
+        """The layers whose attention has run in this forward pass, in the order in which they ran."""
         return self._layers_seen
 
     @property
     def mixers_seen(self) -> list[int]:
-        """The layers whose sequence mixer has run in this forward pass, in their order."""
+        """The layers whose sequence mixer has run in this forward pass, in the order in which they ran."""
         return self._mixers_seen
 
     @property
     def size(self) -> "CacheSize":
-        """As far as layers have stored something."""
+        """Memory per token and per row, of the layers that have stored something so far."""
         rows = [tensor[0] for tensor in self._carried()]
         tokens = [tensor[0, :, 0] for pair in self._layers.values() for tensor in pair]
         return CacheSize(
@@ -171,7 +171,7 @@ class KVCache:
         )
 
     def mix(self, mixer: "CachedMixer", hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """What a mixer computes of hidden_states [B or P, L, D], and what it carries on from the last token of each."""
+        """Runs a mixer on hidden_states [B or P, L, D] and keeps the state after each sequence's last token."""
         self._mixers_seen.append(mixer.layer)
         states = self._mixers.setdefault(mixer.layer, MixerStates(self._num_rows))
         if self._prefill is None:
@@ -197,19 +197,19 @@ class KVCache:
         sinks: Tensor | None = None,
         choice: KeyChoice | None = None,
     ) -> Tensor:
-        """query [B or P, H, L, d] -> [B or P, H, L, dv]; stores key and value. Options as in `ops.attend`; `choice`: of
-        a layer with an indexer."""
+        """Stores key and value, and attends: query [B or P, H, L, d] -> [B or P, H, L, dv]. Options as in `ops.attend`;
+        `choice` is given in layers with an indexer."""
         self._layers_seen.append(layer)
         chosen = None if choice is None else choice.once(self._chosen_keys)
         fits = VARLEN_READS_CACHES and chunk is None and softcap is None and choice is None
         is_varlen = fits and varlen_problem(query, value, sinks=sinks) is None
         kernels = self._kernels if choice is None else None
-        # Our kernels read what was written. Others may read on, and a mask does not keep the rest out: NaN times a
-        # weight of 0 is NaN.
+        # Our kernels read only what was written. Others may read beyond it, and a mask does not keep that out: NaN
+        # times a weight of 0 is NaN.
         keys, values = self._storage(layer, key, value, heads_inside=is_varlen, is_zeroed=kernels is None)
         options: dict[str, Any] = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap}
         if self._prefill is not None:
-            # Right padding lands beyond a prompt's end, where decode steps overwrite it before they look there.
+            # Right padding lands beyond a prompt's end, where decode steps overwrite it before they read it.
             keys[self._prefill, :, : key.shape[2]] = key
             values[self._prefill, :, : value.shape[2]] = value
             if is_varlen and window is not None and window < key.shape[2]:
@@ -239,8 +239,8 @@ class KVCache:
         return out.reshape(num_rows, query.shape[1], 1, value.shape[-1])
 
     def _chosen_keys(self, choice: KeyChoice) -> Tensor | None:
-        """[P, 1, L, L] or [B, 1, 1, span], the keys that queries see; None: all before them, in every row there may
-        be. Stores the keys that the indexer compares with."""
+        """Returns which keys the queries see, [P, 1, L, L] or [B, 1, 1, span]; None: all earlier ones, because no row
+        can hold more keys than are chosen. Stores the keys that the indexer compares with."""
         layer = choice.layer
         self._index_bytes[layer] = choice.key_bytes
         if self._capacity_tokens <= choice.num_keys:
@@ -263,7 +263,8 @@ class KVCache:
     def _storage(
         self, layer: int, key: Tensor, value: Tensor, *, heads_inside: bool, is_zeroed: bool
     ) -> tuple[Tensor, Tensor]:
-        """[rows, K, capacity, d] each; in memory a row's heads one after the other, with `heads_inside` its tokens."""
+        """Returns a layer's stored keys and values, [rows, K, capacity, d] each. In memory a row is laid out head by
+        head, with `heads_inside` token by token."""
         if layer not in self._layers:
             self._layers[layer] = (
                 self._room(key, heads_inside, is_zeroed),
@@ -279,12 +280,12 @@ class KVCache:
         return like.new_zeros(shape) if is_zeroed else like.new_empty(shape)
 
     def _carried(self) -> Iterator[Tensor]:
-        """[rows, ...] each: what mixers carry on."""
+        """Yields the states that mixers carry on, [rows, ...] each."""
         for states in self._mixers.values():
             yield from states.tensors()
 
     def _mask(self, window: int | None, chunk: int | None) -> Tensor:
-        """[B, 1, 1, span], the same for every layer of one window and chunk size."""
+        """Returns the mask [B, 1, 1, span], shared by all layers with the same window and chunk size."""
         if (window, chunk) not in self._masks:
             keys = torch.arange(self._span, device=self._device)
             seen = seen_keys(self._positions[:, None], keys, window=window, chunk=chunk)
@@ -293,7 +294,7 @@ class KVCache:
 
 
 class _RowKeys:
-    """Those that an indexer compares with in a decode step, as it asks transformers' cache for them."""
+    """The stored keys that an indexer compares with in a decode step, with the interface of transformers' cache."""
 
     def __init__(self, stored: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
         self._stored, self._rows, self._positions, self._span = stored, rows, positions, span
@@ -305,10 +306,10 @@ class _RowKeys:
 
 
 class CachedMixer(ActivationWrapper):
-    """A sequence mixer whose states lie in the cache of the forward pass."""
+    """A sequence mixer that keeps its states in the cache of the forward pass."""
 
     def __init__(self, mixer: nn.Module, cache_parameter: str) -> None:
-        """`cache_parameter`: the name that the mixer's forward has for its cache."""
+        """`cache_parameter`: the name of the cache parameter of the mixer's forward."""
         super().__init__(mixer)
         self._cache_parameter = cache_parameter
         if getattr(mixer, "time_step_limit", (0.0,))[0] > 0:
@@ -317,20 +318,20 @@ class CachedMixer(ActivationWrapper):
 
     @property
     def layer(self) -> int:
-        """Its number."""
+        """The layer's number."""
         layer: int = self._checkpoint_wrapped_module.layer_idx
         return layer
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor, *, kv_cache: KVCache | None = None, **kwargs: Any) -> Tensor:
-        """[B or P, L, D] -> the same shape."""
+        """Computes the mixer through `kv_cache`: [B or P, L, D] -> the same shape."""
         if kv_cache is None:
             kind = type(self._checkpoint_wrapped_module).__name__
             raise ModelError(f"The family of {kind} is not supported: it {DROPS_KEYWORDS}")
         return kv_cache.mix(self, hidden_states, **kwargs)
 
     def compute(self, hidden_states: Tensor, states: MixerStates, **kwargs: Any) -> Tensor:
-        """[rows, L, D] -> the same shape, with these states."""
+        """Computes the mixer with these states: [rows, L, D] -> the same shape."""
         out: Tensor = self._checkpoint_wrapped_module(
             hidden_states=hidden_states, **kwargs | {self._cache_parameter: states}
         )
@@ -338,8 +339,8 @@ class CachedMixer(ActivationWrapper):
 
 
 def cache_mixers(model: PreTrainedModel) -> None:
-    """Puts the sequence mixers of a model into CachedMixer, in place. Raises ModelError: one takes no cache, or one of
-    a release of transformers that asks it for other things."""
+    """Wraps the sequence mixers of a model in CachedMixer, in place. Raises ModelError if one takes no cache, or this
+    release of transformers expects another interface of the cache."""
     for path, mixer in sequence_mixers(model).items():
         names = [name for name in _CACHE_PARAMETERS if name in inspect.signature(mixer.forward).parameters]
         if not names or not hasattr(Cache, MixerStates.get_conv_state.__name__):
@@ -353,11 +354,11 @@ def _first_tokens(places: list[int], length: int, tensor: Tensor) -> Tensor:
 
 
 def _bound_time_steps(mixer: Any, _in_proj: nn.Module, _args: Any, projected: Tensor) -> None:
-    """Of a state space (Mamba-2) whose time steps have a least size: of whole sequences transformers bounds them behind
-    a softplus, of one token more not at all. Bounds what the softplus will read, in place.
+    """Bounds the time steps of a state space (Mamba-2) that have a minimum, in place, before the softplus.
+    transformers bounds them after the softplus for whole sequences, and not at all for a single further token.
 
     Args:
-        projected: [rows, L, ...], its last num_heads are the time steps.
+        projected: [rows, L, ...], whose last num_heads entries are the time steps.
     """
     least = math.log(math.expm1(mixer.time_step_limit[0])) - mixer.dt_bias
     steps = projected[..., -mixer.num_heads :]
@@ -365,8 +366,9 @@ def _bound_time_steps(mixer: Any, _in_proj: nn.Module, _args: Any, projected: Te
 
 
 def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int) -> Tensor:
-    """[P, H, L, d] -> [P, H, L, d], what `ops.attend` gives, from one variable-length FlashAttention call: a window is
-    a mask elsewhere, with which torch has no kernel for grouped queries, and all scores [P, H, L, L] would be there."""
+    """Computes the same as `ops.attend`, [P, H, L, d] -> [P, H, L, d], in one variable-length FlashAttention call.
+    Elsewhere a window is a mask, for which torch has no kernel with grouped queries, so all scores [P, H, L, L] would
+    be in memory."""
     count, _, length, _ = query.shape
     layout = PackedLayout.of_one_length(count, length, device=query.device)
     query, key, value = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (query, key, value))
@@ -389,7 +391,8 @@ def _cached_attention(
     indices: KeyChoice | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, L, d], s_aux [H] -> [B, L, H, dv]. `indices`: of a layer with an indexer."""
+    """The registered attention function: query [B, H, L, d], s_aux [H] -> [B, L, H, dv]. `indices` is given in layers
+    with an indexer."""
     if kv_cache is None:
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {DROPS_KEYWORDS}")
     if is_own_mask(attention_mask):
@@ -419,7 +422,7 @@ def _attend_in_graph(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """What a compiled forward pass calls: a graph cannot hold the cache, so the one in use is looked up."""
+    """The attention that compiled forward passes call: a graph cannot hold the cache, so it looks up the one in use."""
     cache = _cache_in_use.get()
     return cache.attend(
         layer, query, key, value, scaling=scaling, window=window, chunk=chunk, softcap=softcap, sinks=sinks

@@ -1,4 +1,4 @@
-"""An event loop beside the caller."""
+"""An event loop in its own thread, concurrent with the caller."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ _CLOSE_SECONDS = 2.0
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """A thread for each call, which does not keep the process: what asyncio.to_thread takes by itself would."""
+    """An executor with a daemon thread per call; the threads of asyncio's own executor would keep the process alive."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         """See Executor.submit."""
@@ -29,7 +29,7 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 
 class LoopThread:
-    """An event loop in a thread of its own, which does not keep the process."""
+    """An event loop in its own thread, which does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -38,18 +38,18 @@ class LoopThread:
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Runs a coroutine; the future may be waited for or cancelled from any other thread."""
+        """Starts a coroutine; its future may be waited for or cancelled from any other thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def comes_round(self, seconds: float) -> bool:
-        """Whether nothing holds the loop for longer than this."""
+        """Whether the loop responds within `seconds`, so that nothing blocks it."""
         came = threading.Event()
         self.loop.call_soon_threadsafe(came.set)
         return came.wait(seconds)
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
-        """Cancels what runs and ends the loop. A coroutine that does not let go of the loop for so long keeps its
-        thread, which then goes on without anybody waiting for it."""
+        """Cancels what runs and ends the loop. If a coroutine blocks the loop for longer than `seconds`, the thread
+        goes on without anybody waiting for it."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(seconds)
 
@@ -64,8 +64,8 @@ class LoopThread:
         self.loop.close()
 
     def _run_forever(self) -> None:
-        """Until the loop is stopped. asyncio lets go of a loop where a task raises one of these, which who waits for
-        the task is told of too."""
+        """Runs the loop until it is stopped. asyncio leaves the loop when a task raises one of the exceptions below;
+        whoever waits for the task gets them too."""
         while True:
             try:
                 return self.loop.run_forever()

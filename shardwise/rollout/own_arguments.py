@@ -1,4 +1,4 @@
-"""Arguments of vLLM and SGLang that Shardwise sets itself, so rollout.engine.args may not."""
+"""Arguments of vLLM and SGLang that Shardwise sets itself, so that rollout.engine.args may not."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,15 +9,18 @@ from shardwise.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class OwnArgument:
-    """Example: `{"max_num_seqs": OwnArgument(128, "rollout.max_concurrent_sequences")}`"""
+    """An argument that Shardwise sets.
+
+    Example: `{"max_num_seqs": OwnArgument(128, "rollout.max_concurrent_sequences")}`
+    """
 
     value: Any
     key: str | None = None
-    """Of ours that it comes from; None: no key changes it."""
+    """Key of our config that the value comes from; None: no key changes it."""
 
 
 def require_left_alone(args: Iterable[str], own: Mapping[str, OwnArgument]) -> None:
-    """Raises ConfigError: one of `args`, whose words an underscore or a dash may part, is ours."""
+    """Raises ConfigError if one of `args` is ours, whether spelled with underscores or with dashes."""
     for name in args:
         if (ours := own.get(name.replace("-", "_"))) is None:
             continue

@@ -1,4 +1,4 @@
-"""A rollout engine's own process, seen by its rank: what it is sent and answers, whether it lives, how it ended."""
+"""A rollout engine's own process, as its rank sees it: calls and answers, whether it lives, how it ended."""
 
 import atexit
 import os
@@ -23,34 +23,34 @@ from shardwise.fault_plan import Phase, fault_point
 from shardwise.processes import LastLines, end_group, how_it_ended, variables_of_its_own
 
 POLL_SECONDS = 0.5
-"""How often it is looked whether the process lives. Its pipes tell at once, unless what it has started holds them
+"""How often this side checks that the process lives. Its pipes tell at once, unless processes it has started hold them
 open."""
 _PROBE_SECONDS = 1.0
-"""From the answer to a health probe to the next one."""
+"""Time from the answer to a health probe to the next probe."""
 _GLANCE_SECONDS = 0.05
-"""How often it is looked whether a call is interrupted."""
+"""How often `is_interrupted` is asked during a call."""
 _END_SECONDS = 10.0
 _NUM_SHOWN_UIDS = 3
 _ERRORS = {error.__name__: error for error in (ConfigError, DataError, ModelError, TrainingError)}
-"""Those of an engine that mean the same in another process."""
+"""Errors of an engine that are raised again as they are on this side, by name."""
 _PHASES: dict[str, Phase] = {"generate": "serve", "load": "load"}
 _OF_THE_TRACKER = "ignore:resource_tracker:UserWarning"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class ProcessLost(Exception):
-    """The process is gone or had to go; the message says why, as what it did."""
+    """The process ended or had to be ended. The message says why, as a predicate whose subject is the process."""
 
 
 class RequestsLost(ProcessLost):
-    """It lived, and finished nothing more."""
+    """The process lived but finished no more requests, so it was ended."""
 
 
 class EngineProcess:
-    """A child with one rollout engine, in a session of its own, so that signals to the job do not reach it. It ends
+    """A child process with one rollout engine, in its own session, so that signals to the job do not reach it. It ends
     when this process does.
 
-    One call at a time. A thread starts the child, asks for signs of life, and ends it where there are none; another one
+    One call at a time. One thread starts the child, probes its health, and ends it if it does not answer; another
     passes on what it prints. So a call never waits for a child that hangs.
     """
 
@@ -64,13 +64,13 @@ class EngineProcess:
         config: EngineProcessConfig,
         name: str,
     ) -> None:
-        """Begins to start it; `start` waits until the engine is there.
+        """Begins to start the process; `start` waits until the engine is there.
 
         Args:
-            command: is called with the descriptors that `serving.serve` takes.
-            setup: what it reads from standard input.
-            memory_fd: of the memory for weights.
-            name: what messages call it.
+            command: the command line; the descriptors that `serving.serve` takes are appended to it.
+            setup: what the process reads from standard input.
+            memory_fd: descriptor of the memory for weights.
+            name: what messages call the process.
         """
         self._config, self._name = config, name
         self._commands, their_commands = Pipe()
@@ -79,7 +79,7 @@ class EngineProcess:
         passed = (their_commands.fileno(), their_probes.fileno(), lifeline_read, memory_fd)
         self._lock = threading.Lock()
         self._reason: str | None = None
-        """Why this side has ended it."""
+        """Why this side has ended the process; None if it has not."""
         self._last_lines = LastLines()
         self._is_there = threading.Event()
         arguments: dict[str, Any] = {
@@ -105,9 +105,9 @@ class EngineProcess:
         self._printer = threading.Thread(target=self._pass_on_output, name="rollout engine's output", daemon=True)
         self._printer.start()
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError), self._process.stdin as stdin:  # its end shows in `start` too
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # if it has ended, `start` notices too
             stdin.write(setup.encode())
-        atexit.register(self.close)  # else it would end a moment after this process
+        atexit.register(self.close)  # without it the child would end a moment after this process
 
     @property
     def pid(self) -> int:
@@ -119,7 +119,7 @@ class EngineProcess:
         return self._process.poll() is not None
 
     def start(self) -> Any:
-        """Waits for the engine. Returns what the child says of it; raises as `call`."""
+        """Waits for the engine. Returns what the child reports about it; raises as `call`."""
         said = self._answer("start", [], self._config.start_timeout_seconds)
         self._is_there.set()
         return said
@@ -132,15 +132,15 @@ class EngineProcess:
         on_finished: Callable[[int], None] = lambda place: None,
         is_interrupted: Callable[[], bool] | None = None,
     ) -> Any:
-        """Returns what the engine does.
+        """Calls a method of the engine and returns its result.
 
         Args:
-            uids: of the requests among the arguments.
-            on_finished: is called with the place of each request when the engine is done with it.
-            is_interrupted: is asked until it is true; the engine then returns what it has. None: it is not.
+            uids: uids of the requests among the arguments.
+            on_finished: is called with the index of each request when the engine is done with it.
+            is_interrupted: is polled until it returns true; the engine then returns what it has. None: never.
         Raises:
             ProcessLost: the process died, or hung and was ended. ConfigError, DataError, ModelError, TrainingError: as
-                the engine.
+                the engine raises them.
             RuntimeError: another error in the process.
         """
         self._send(method, *arguments)
@@ -155,7 +155,7 @@ class EngineProcess:
         )
 
     def close(self) -> None:
-        """Ends the process and all that it has started."""
+        """Ends the process and all processes that it has started."""
         atexit.unregister(self.close)
         self._end("was closed")
         with suppress(subprocess.TimeoutExpired):
@@ -180,7 +180,7 @@ class EngineProcess:
         on_finished: Callable[[int], None] = lambda place: None,
         is_interrupted: Callable[[], bool] | None = None,
     ) -> Any:
-        """The answer to what was sent last. Every `finished` that comes before it gives the others `seconds` more."""
+        """Returns the answer to the last message. Every `finished` that comes before it restarts the time limit."""
         unfinished = dict(enumerate(uids))
         since = noticed = time.monotonic()
         while True:
@@ -210,19 +210,19 @@ class EngineProcess:
                 return message["result"]
 
     def _received(self, seconds: float) -> Any:
-        """The next message; None if none came in time."""
+        """Returns the next message; None if none comes in time."""
         if not self._arrives(self._commands, seconds):
             return None
         return decode(torch.frombuffer(bytearray(self._commands.recv_bytes()), dtype=torch.uint8))
 
     def _arrives(self, connection: Connection, seconds: float) -> bool:
-        """Whether there is something to receive in time. Raises EOFError: and the process is gone."""
+        """Whether there is something to receive in time. Raises EOFError if there is not and the process is gone."""
         deadline = time.monotonic() + seconds
         while not connection.poll(min(POLL_SECONDS, max(deadline - time.monotonic(), 0))):
             if self.is_gone and not connection.poll():
                 raise EOFError
             if time.monotonic() >= deadline:
-                return connection.poll()  # this process may have been stopped
+                return connection.poll()  # asked once more, because this process may have been stopped meanwhile
         return True
 
     def _error(self, message: dict[str, str]) -> Exception:
@@ -233,10 +233,10 @@ class EngineProcess:
         return error
 
     def _lost(self) -> ProcessLost:
-        """Why it is gone, which it is in a moment."""
+        """Waits for the end of the process, which is about to come, and returns the error that says why it is gone."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
-        self._end("closed a pipe that belongs to Shardwise")  # unless it has ended
+        self._end("closed a pipe that belongs to Shardwise")  # counts only if it still lives
         self._printer.join(POLL_SECONDS)
         return ProcessLost(self._how_it_ended())
 
@@ -246,7 +246,7 @@ class EngineProcess:
         return f"{reason}{self._last_lines}"
 
     def _end(self, reason: str) -> None:
-        """Ends the process, where it lives, and what it has started."""
+        """Ends the process, if it lives, and all processes that it has started."""
         with self._lock:
             if not self.is_gone and self._reason is None:
                 self._reason = reason
@@ -256,7 +256,7 @@ class EngineProcess:
                 self._lifeline_fd = -1
 
     def _watch(self, arguments: dict[str, Any], starting: "Future[None]") -> None:
-        """The thread. It starts the process too, because that ends with the thread that has started it.
+        """The watcher thread. It also starts the process, because the process ends with the thread that has started it.
 
         Waits for: answers to health probes. Unblocked by: their timeout, and the end of the process.
         """
@@ -276,38 +276,38 @@ class EngineProcess:
                     self._end(f"was ended: it did not answer a health probe within {seconds:g} s")
                     break
                 self._probes.recv_bytes()
-                self._arrives(self._probes, _PROBE_SECONDS)  # nothing comes unasked but its end
+                self._arrives(self._probes, _PROBE_SECONDS)  # unasked, only the end of the process can arrive
         self._process.wait()
         if self._reason != "was closed":
             self._printer.join(POLL_SECONDS)
             warn(f"{self._name} {self._how_it_ended()}")
 
     def _pass_on_output(self) -> None:
-        """The other thread. Ends when nobody can write any more."""
+        """The printer thread. Ends when no process can write to the output any more."""
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
                 if text := self._last_lines.add(line):
-                    with suppress(OSError):  # a full disk is no reason to read no further: its prints would wait
+                    with suppress(OSError):  # go on reading on a full disk: its prints would block
                         tell(text)
 
 
 def environment_of(device: torch.device, *, num_devices: int = 1) -> dict[str, str]:
-    """The variables of an engine's process, in which nothing is said of the job's other ranks, and the device is the
-    first.
+    """Returns the environment variables of an engine's process: without those about the job's other ranks, and with the
+    rank's device as the first visible one.
 
     Args:
-        device: of the rank.
-        num_devices: so many, beginning with that one.
+        device: the rank's.
+        num_devices: number of visible devices, beginning with that one.
     Raises:
-        ConfigError: there are not so many, or other ranks have them.
+        ConfigError: there are not enough devices, or other ranks have them.
     """
     variables = variables_of_its_own()
     variables.pop(FAULT_PLAN_VARIABLE, None)
     variables["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-    # It starts in the rank's folder, for paths that are relative, and finds this package all the same.
+    # The process starts in the rank's folder, for relative paths, and still has to find this package.
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
-    # What Python's resource tracker says of shared memory would come after the last words of those who left it.
+    # Warnings of Python's resource tracker about shared memory would come after the last words of a lost process.
     variables["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), _OF_THE_TRACKER)))
     if device.type == "cuda":
         first = device.index or 0

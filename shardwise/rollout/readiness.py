@@ -1,4 +1,4 @@
-"""Whether an engine that computes elsewhere may generate: which version it serves, what arrives, what sleeps."""
+"""Whether an engine in another process may generate: which version it serves, what has arrived, what sleeps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
@@ -19,10 +19,11 @@ class Readiness:
         """
         Args:
             name: what messages call the engine.
-            sleep_level: what sleeping gives back: 0 nothing, 1 the cache, and the weights to the host, 2 both for good.
+            sleep_level: what sleeping releases: 0 nothing; 1 the cache, and it moves the weights to the host; 2 both,
+                and the weights are dropped.
         """
         self.version = 0
-        """That was committed last."""
+        """The version that was committed last."""
         self.sleep_level = sleep_level
         self._name = name
         self._asleep: set[str] = set()
@@ -34,7 +35,7 @@ class Readiness:
         return self._unfit == _DROPPED
 
     def require(self) -> None:
-        """Raises RuntimeError: weights have arrived and were not committed. TrainingError: sleeping dropped them."""
+        """Raises RuntimeError if weights have arrived but are not committed, TrainingError if sleeping dropped them."""
         if self._unfit:
             error = TrainingError if self.lacks_weights else RuntimeError
             raise error(f"{self._name} cannot generate: {self._unfit}")
@@ -42,25 +43,25 @@ class Readiness:
     def arriving(
         self, weights: Iterable[tuple[str, Tensor]], missing: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Passes on what a sync brings, and takes it from `missing`."""
+        """Yields the tensors that a sync brings, and removes each from `missing`."""
         for name, tensor in weights:
             self._unfit = "the last weight sync broke off"
             del missing[name]
             yield name, tensor
 
     def arrived(self, missing: Iterable[str]) -> None:
-        """The engine has loaded all that came."""
+        """Notes that the engine has loaded all that came; `missing` names what did not come."""
         names = ", ".join(missing)
         self._unfit = f"the last weight sync did not bring {names}" if names else _UNCOMMITTED
 
     def commit(self, version: int) -> None:
-        """Raises RuntimeError: the weights are not whole."""
+        """Makes `version` the one that is served. Raises RuntimeError if the weights are not complete."""
         if self._unfit not in (_FIT, _UNCOMMITTED):
             raise RuntimeError(f"version {version} cannot be committed to {self._name}: {self._unfit}")
         self._unfit, self.version = _FIT, version
 
     def sleep(self, release: Callable[[], object]) -> None:
-        """Calls `release` where there is something to give back."""
+        """Calls `release` if there is something to give back."""
         if self.sleep_level and not self._asleep:
             release()
             self._asleep = {"kv_cache", "weights"}
@@ -68,7 +69,7 @@ class Readiness:
                 self._unfit = _DROPPED
 
     def wake(self, parts: Sequence[str], resume: Callable[[list[str]], object]) -> None:
-        """Calls `resume` with those of the parts that sleep."""
+        """Calls `resume` with those of `parts` that are asleep."""
         tags = [part for part in parts if part in self._asleep]
         if tags:
             resume(tags)

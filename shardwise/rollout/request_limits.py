@@ -1,4 +1,4 @@
-"""What a request may hold, whatever the engine: engines themselves would fail deep inside, or go on with nonsense."""
+"""Limits of requests that hold for every engine: engines themselves would fail deep inside, or compute nonsense."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,30 +12,31 @@ from shardwise.types import GenerateRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Of a model, or of an engine that takes less."""
+    """The limits of a model, or of an engine that accepts less."""
 
     vocab_size: int
     context_tokens: int | None
-    """Of a prompt and its completion; None where nothing limits them."""
+    """Largest length of a prompt and its completion together; None: no limit."""
     context_key: str = "max_position_embeddings in config.json"
-    """What sets it."""
+    """What sets `context_tokens`, for messages."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Self:
-        """Those of a model."""
+        """Returns the limits of a model."""
         text_config = config.get_text_config()
         context_tokens = getattr(text_config, "max_position_embeddings", None)
         return cls(vocab_size=text_config.vocab_size, context_tokens=context_tokens)
 
     def require(self, requests: Sequence[GenerateRequest]) -> None:
-        """Raises DataError: names the request that is empty, asks for no token, has one that the vocabulary lacks, is
-        too long, or wants to be sampled in a way that there is not."""
+        """Raises DataError, which names the request, if one is empty, asks for no token, has a token outside the
+        vocabulary, is too long, or has a sampling setting out of range."""
         for request in requests:
             if fault := self._fault(request):
                 raise DataError(f"request {request.uid}: {fault}")
 
     def require_scorable(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Raises DataError: names the sequence that is empty, has a token that the vocabulary lacks, or is too long."""
+        """Raises DataError, which names the sequence, if one is empty, has a token outside the vocabulary, or is too
+        long."""
         for place, sequence in enumerate(sequences):
             if fault := self._fault_of_tokens(sequence, "it") or self._too_long(len(sequence), "its tokens"):
                 raise DataError(f"sequence {place} to score: {fault}")
@@ -67,7 +68,7 @@ class RequestLimits:
 
 
 def _fault_of_sampling(request: GenerateRequest) -> str | None:
-    """Written so that NaN is in no range."""
+    """Says which sampling setting is out of range, if any. NaN is in no range."""
     temperature = request.temperature
     problems = {
         "max_tokens": (request.max_tokens >= 1, "a completion has at least 1"),

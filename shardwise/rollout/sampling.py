@@ -21,13 +21,13 @@ _MASK_34, _MASK_37, _MASK_33, _MASK_53 = ((1 << bits) - 1 for bits in (34, 37, 3
 
 
 def stream_key(seed: int, uid: str, index: int) -> int:
-    """The key of one completion's random stream, as a signed 64-bit integer."""
+    """Returns the key of one completion's random stream, as a signed 64-bit integer."""
     digest = hashlib.blake2b(f"{seed}/{uid}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """One uniform number in [0, 1) for each row: SplitMix64 (Steele et al. 2014) of key + position.
+    """Draws one uniform number in [0, 1) for each row: SplitMix64 (Steele et al. 2014) of key + position.
 
     Args:
         keys, positions: [B] int64.
@@ -43,24 +43,26 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How each row is sampled. The host knows what no row asks for, so that nothing is computed for it."""
+    """How each row is sampled. The two flags tell the host which settings no row uses, so that they cost nothing."""
 
     temperatures: Tensor
-    """[B] float32; 0 takes the likeliest token."""
+    """[B] float32; 0 takes the most likely token."""
     top_k: Tensor
-    """[B] int64, so many likeliest tokens may be drawn; 0 sets no limit."""
+    """[B] int64: only this many most likely tokens may be drawn; 0 sets no limit."""
     top_p: Tensor
-    """[B] float32, the likeliest tokens that hold this share of the probability, after the other two; 1 is all."""
+    """[B] float32: only the most likely tokens that hold this share of the probability may be drawn, after top_k and
+    min_p have been applied; 1 allows all."""
     min_p: Tensor
-    """[B] float32, tokens with at least this share of the likeliest one's probability; 0 is all."""
+    """[B] float32: only tokens with at least this fraction of the most likely one's probability may be drawn; 0 allows
+    all."""
     any_greedy: bool
-    """Whether a temperature is 0, or was in a row that has been taken out."""
+    """Whether a temperature is 0, or was 0 in a row that has been removed."""
     any_restricted: bool
-    """Whether a top_k, top_p or min_p leaves something out, or did in a row that has been taken out."""
+    """Whether a top_k, top_p or min_p excludes tokens, or did in a row that has been removed."""
 
     @classmethod
     def of(cls, requests: Sequence[GenerateRequest], device: torch.device) -> Self:
-        """One row for each request."""
+        """Builds the settings with one row for each request."""
         temperatures = torch.tensor([request.temperature for request in requests], dtype=torch.float32)
         return cls(
             temperatures.to(device),
@@ -72,15 +74,15 @@ class Settings:
         )
 
     def __getitem__(self, rows: Any) -> Self:
-        """Some of the rows, by whatever indexes a tensor."""
+        """Selects rows, by anything that can index a tensor."""
         return self._with_rows(lambda values: values[rows])
 
     def moved(self, source: Tensor, target: Tensor) -> Self:
-        """The rows at `source` copied over those at `target`."""
+        """Returns a copy in which the rows at `source` have replaced those at `target`."""
         return self._with_rows(lambda values: values.index_copy(0, target, values[source]))
 
     def then(self, others: Self) -> Self:
-        """These rows, and others behind them."""
+        """Returns these rows followed by the others."""
         return type(self)(
             torch.cat([self.temperatures, others.temperatures]),
             torch.cat([self.top_k, others.top_k]),
@@ -103,13 +105,13 @@ class Settings:
 def sample(logits: Tensor, settings: Settings, draws: Tensor, *, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draws a token for each row by inverting the cumulative distribution.
 
-    top_k, top_p, min_p and banned tokens bound what is drawn and change no logprob: logprobs mean one thing everywhere,
-    that of the policy at this temperature, which is what training computes.
+    top_k, top_p, min_p and banned tokens restrict what is drawn but change no logprob: everywhere a logprob is that of
+    the policy at this temperature, which is what training computes.
 
     Args:
         logits: [B, V] float32, after the family's own transform; overwritten.
         draws: [B] float64 in [0, 1).
-        banned: int64, tokens that are never drawn, also where temperature is 0.
+        banned: int64, tokens that are never drawn, not even at temperature 0.
     Returns:
         tokens [B] int64 and their logprobs [B] float32 (greedy rows: at temperature 1).
     """
@@ -130,18 +132,18 @@ def sample(logits: Tensor, settings: Settings, draws: Tensor, *, banned: Tensor 
 
 
 _BLOCK_TOKENS = 128
-"""The vocabulary is read once, in blocks; what is searched then is one number a block, and one block."""
+"""Size of the blocks of the vocabulary. It is read once; then one number per block is searched, and one block."""
 
 
 def _blocks(values: Tensor, fill: float) -> Tensor:
-    """[B, V] -> [B, blocks, _BLOCK_TOKENS], the last block filled up."""
+    """Splits [B, V] -> [B, blocks, _BLOCK_TOKENS], the last block padded with `fill`."""
     if missing := -values.shape[1] % _BLOCK_TOKENS:
         values = F.pad(values, (0, missing), value=fill)
     return values.unflatten(1, (-1, _BLOCK_TOKENS))
 
 
 def _likeliest(logits: Tensor) -> Tensor:
-    """[B, V] -> [B], the first of the largest; argmax over whole rows is not vectorised on a CPU."""
+    """Argmax, [B, V] -> [B], the first of equals; argmax over whole rows is not vectorized on a CPU."""
     blocks = _blocks(logits, -torch.inf)
     block = blocks.amax(dim=-1).argmax(dim=-1)
     return block * _BLOCK_TOKENS + _chosen(blocks, block).argmax(dim=-1)
@@ -157,25 +159,26 @@ def _invert(weights: Tensor, draws: Tensor) -> Tensor:
 
 
 def _chosen(blocks: Tensor, block: Tensor) -> Tensor:
-    """blocks [B, N, L], block [B] -> [B, L]."""
+    """Picks one block of each row: blocks [B, N, L], block [B] -> [B, L]."""
     return blocks[torch.arange(len(block), device=block.device), block]
 
 
 def _pass(weights: Tensor, height: Tensor) -> tuple[Tensor, Tensor]:
-    """weights [B, N], height [B] -> the first place whose cumulative weight is above `height`, and how far into its own
-    weight that is. It always has a weight: rounding may bring `height` to the total, beyond which there is none."""
+    """weights [B, N], height [B] -> the first place whose cumulative weight exceeds `height`, and how far into that
+    place's weight `height` lies. The place always has a weight > 0: a `height` that rounding has brought to the total
+    is lowered."""
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1]
     height = torch.minimum(height, total.nextafter(torch.zeros_like(total)))[:, None]
     place = torch.searchsorted(cumulative, height, right=True)
-    place = place.clamp(max=weights.shape[1] - 1)  # none is found where weights are no numbers
+    place = place.clamp(max=weights.shape[1] - 1)  # none is found if weights are NaN
     below = cumulative.gather(1, place) - weights.gather(1, place)
     return place[:, 0], (height - below).clamp(min=0)[:, 0]
 
 
 def _least_logit(logits: Tensor, settings: Settings) -> Tensor:
-    """logits [B, V] -> [B], that of the least likely token that may be drawn; others as likely as it may be drawn
-    too."""
+    """logits [B, V] -> [B], the logit of the least likely token that may be drawn; others with the same logit may be
+    drawn too."""
     num_words = logits.shape[1]
     limits = torch.where(settings.top_k == 0, num_words, settings.top_k)
     ordered = logits.topk(min(int(limits.max()), num_words), dim=-1).values

@@ -1,14 +1,15 @@
-"""What the process of a rollout engine does: reads calls from a socket, answers on it, and gives signs of life on
-another one.
+"""The process of a rollout engine: reads calls from a socket, answers them on it, and answers health probes on another
+socket.
 
-    nothing  ->  {"result": the forms of the weights that the engine takes}, once it is there
+    nothing  ->  {"result": the forms of the weights that the engine takes}, once the engine is ready
     {"method": "generate", "arguments": [requests]}  ->  {"finished": place} for each request, then {"result": ...}
-    {"method": "interrupt"}  ->  nothing; a "generate" that goes on returns what it has
-    any other call  ->  {"result": ...}, or {"error": class, "message": ..., "traceback": ...}
+    {"method": "interrupt"}  ->  nothing; a running "generate" returns what it has
+    any other call  ->  {"result": ...}
+    a call that fails  ->  {"error": class, "message": ..., "traceback": ...}
 
-Messages are those of `codec.py`: nothing is unpickled. Weights come through memory that both sides have mapped.
+Messages are encoded by `codec.py`: nothing is unpickled. Weights arrive in memory that both sides have mapped.
 
-An engine that has lost a worker gives no answer: its process ends.
+If the engine has lost a worker, the process ends without an answer.
 """
 
 import os
@@ -37,7 +38,7 @@ from shardwise.rollout.shared_weights import Form, SharedWeights, packed
 
 _GLANCE_SECONDS = 0.01
 _NOTICED_SECONDS = 0.5
-"""Within which the end of a process shows everywhere."""
+"""Time within which the end of a process is noticed everywhere."""
 
 
 def serve(
@@ -48,9 +49,11 @@ def serve(
     Consumes: calls. Waits for: the next one. Unblocked by: the parent closing the socket, or its death.
 
     Args:
-        build: makes the engine.
-        memory_fd: of the memory for weights.
-        parent: the process whose child this is.
+        build: builds the engine.
+        commands_fd, probes_fd: sockets for calls and for health probes.
+        lifeline_fd: see `processes.end_group_with`.
+        memory_fd: descriptor of the memory for weights.
+        parent: id of the process whose child this is.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # whether the job ends is the parent's to decide
         signal.signal(number, signal.SIG_IGN)
@@ -65,7 +68,7 @@ def serve(
 
     def begin() -> list[list[Any]]:
         nonlocal served
-        # Whoever waits for completions sends one thing alone: that they are interrupted.
+        # While the parent waits for completions, the only thing it sends is "interrupt": so poll() tells of one.
         served = _Served(build(), memory_fd, lambda place: _send(commands, {"finished": place}), commands.poll)
         return packed(served.forms)
 
@@ -76,15 +79,15 @@ def serve(
     with suppress(EOFError, ConnectionResetError):
         while True:
             message = decode(torch.frombuffer(bytearray(commands.recv_bytes()), dtype=torch.uint8))
-            if message["method"] != "interrupt":  # whose call has returned
+            if message["method"] != "interrupt":  # an interrupt that comes here is late: its call has returned
                 answer = _answer(partial(served.do, message["method"], message["arguments"]))
-                # An error may be of a worker whose end is not noticed yet.
+                # An error may come from a worker whose end has not been noticed yet.
                 workers.require(seconds=_NOTICED_SECONDS if "error" in answer else 0)
                 _send(commands, answer)
 
 
 class _Served:
-    """The engine, by the calls that there are."""
+    """The engine and the calls that it answers."""
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class _Served:
                 return self._engine.commit_weights(*arguments)
             case "sleep":
                 self._engine.sleep()
-                release_cached_blocks()  # to the rank, which has an allocator of its own
+                release_cached_blocks()  # for the rank, which has its own allocator
                 return None
             case "wake":
                 return self._engine.wake(*arguments)
@@ -124,10 +127,10 @@ class _Served:
                 raise ValueError(f"there is no call {method!r}")
 
     def _arrived(self, sent: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Of those that the engine will not be able to read back it is seen here that they are what was sent.
+        """Yields the tensors that were sent. Those that the engine cannot read back later are verified here.
 
         Args:
-            sent: checksums by name, of what the memory holds now.
+            sent: name -> checksum, of what the memory holds now.
         """
         is_readable = {form.name: form.is_readable for form in self.forms}
         for name, expected in sent.items():
@@ -140,8 +143,8 @@ class _Served:
 
 
 class _Workers:
-    """The processes that the engine has started. When one is gone this process ends, and says which: the engine may
-    wait for it for ever, or raise an error that does not name it."""
+    """The processes that the engine has started. When one is gone, this process names it and ends: the engine might
+    wait for it forever, or raise an error that does not name it."""
 
     def __init__(self) -> None:
         self._processes = active_children()
@@ -150,15 +153,15 @@ class _Workers:
             self._watcher.start()
 
     def require(self, *, seconds: float) -> None:
-        """Returns if all are there, after so long."""
+        """Returns after `seconds` if all workers still live; otherwise the process ends."""
         if self._processes and self._gone(seconds=seconds):
             self._watcher.join()  # which ends this process
 
     def _end_with_one(self) -> None:
-        """A thread. Waits for: the end of a process."""
+        """Runs in a thread. Waits for: the end of a worker, with which it ends this process."""
         for process in self._gone(seconds=None):
             until = time.monotonic() + _NOTICED_SECONDS
-            # Another thread, which has asked first, is about to note it.
+            # Another thread that waited first is about to record the exit code.
             while (code := process.exitcode) is None and time.monotonic() < until:
                 time.sleep(_GLANCE_SECONDS)
             tell(f"its worker {process.name} {'has ended' if code is None else how_it_ended(code)}")
@@ -170,7 +173,7 @@ class _Workers:
 
 
 def _give_signs_of_life(probes: Connection) -> None:
-    """A thread, so that an engine at work does not keep it."""
+    """Answers health probes. Runs in a thread, so that a busy engine does not delay it."""
     with suppress(EOFError, OSError):
         while True:
             probes.send_bytes(probes.recv_bytes())

@@ -1,7 +1,7 @@
-"""SGLang as a rollout engine: a server of its own beside a rank, on the loopback address, behind keys that only this
-rank knows. Requests travel as JSON, weights as safetensors files; nothing is pickled between the two.
+"""SGLang as a rollout engine: each rank has its own server, on the loopback address, behind keys that only this rank
+knows. Requests travel as JSON, weights as safetensors files; nothing is pickled between the two.
 
-SGLang is never imported: it may live in an environment with other releases of torch than the trainer's.
+SGLang is never imported: its environment may have another release of torch than the trainer's.
 """
 
 import shutil
@@ -31,7 +31,7 @@ from shardwise.scratch import scratch_folder
 from shardwise.types import Completion, GenerateRequest, Images
 
 _BUCKET_BYTES = 1 << 30
-"""Of weights that are held in this process before they are written."""
+"""Bytes of weights that this process collects before it writes them to a file."""
 
 
 class SglangEngine:
@@ -42,8 +42,9 @@ class SglangEngine:
     ) -> None:
         """
         Args:
-            skeleton: the same model in transformers, on the meta device: the names and shapes that weights come with.
-            stop_token_ids: end a completion beside the model's own end-of-sequence tokens.
+            skeleton: the same model in transformers, on the meta device; gives the names and shapes that weights come
+                with.
+            stop_token_ids: tokens that end a completion, besides the model's own end-of-sequence tokens.
         """
         self._server = server
         self._skeleton = skeleton
@@ -65,15 +66,16 @@ class SglangEngine:
         bad_token_ids: Sequence[int] = (),
         has_stop_strings: bool = False,
     ) -> Self:
-        """Starts a server for a model folder and waits until it generates.
+        """Starts a server for a model folder and waits until it can generate.
 
         Args:
             max_rows: sequences decoded at a time.
-            stop_token_ids: beside the model's own end-of-sequence tokens.
-            has_stop_strings: requests may have stop strings, for which SGLang needs the tokenizer.
+            stop_token_ids: tokens that end a completion, besides the model's own end-of-sequence tokens.
+            has_stop_strings: whether requests may have stop strings, for which SGLang needs the tokenizer.
         Raises:
             ConfigError: SGLang is not installed, cannot do what is asked, or refuses an argument. ModelError:
-                transformers cannot read the folder, or SGLang would end completions where its settings do not.
+                transformers cannot read the folder, or SGLang would end completions at tokens at which the folder's
+                generation config does not.
         """
         if device.type == "cpu":
             raise ConfigError(
@@ -115,10 +117,10 @@ class SglangEngine:
         on_finished: Callable[[int], None] | None = None,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> list[list[Completion]]:
-        """Completes every request, whatever `is_interrupted` says; see RolloutEngine.generate. `on_finished` is called
-        when all are there.
+        """See RolloutEngine.generate. Ignores `is_interrupted`, and calls `on_finished` only when all completions are
+        finished.
 
-        Each completion is a request of its own to SGLang, with its own seed; they share their prompt in its prefix
+        Each completion is a separate request to SGLang, with its own seed; they share their prompt in SGLang's prefix
         cache.
 
         Raises:
@@ -141,7 +143,7 @@ class SglangEngine:
     def logprobs(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> list[list[float]]:
-        """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
+        """See RolloutEngine.logprobs. Raises as `generate`."""
         self._readiness.require()
         self._limits.require_scorable(sequences)
         for prompt in requests_to_score(sequences, images):
@@ -151,12 +153,12 @@ class SglangEngine:
         return [self._logprobs_of(answer["meta_info"]["input_token_logprobs"][1:]) for answer in answers]
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:
-        """Raises ConfigError: the modules are in another process."""
+        """Always raises ConfigError: the modules are in another process."""
         raise ConfigError("rollout.engine=sglang: the modules of a server cannot be seen; use embedded or vllm")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes the tensors into files, by the names of the hub, and has the server load them when all have come,
-        which drops its prefix cache. From the first one to the commit the engine refuses to generate."""
+        """Writes the tensors to files, under the names of the hub, and has the server load them when all have come,
+        which drops its prefix cache. From the first tensor to the commit the engine refuses to generate."""
         served = dict(self.served_weights())
         missing = dict(served)
         with scratch_folder(self._weights_folder) as folder:
@@ -169,30 +171,30 @@ class SglangEngine:
         self._readiness.arrived(missing)
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The names, shapes and dtypes that `load_weights` takes, as meta tensors: SGLang fuses weights, and what it
-        gives back of them is for a few families and as numbers in text."""
+        """Yields the names, shapes and dtypes that `load_weights` takes, as meta tensors. Values cannot be read back:
+        SGLang fuses weights, and returns them only for a few families and as numbers in text."""
         return served_by(self._skeleton)
 
     def served_checksums(self) -> Iterator[tuple[str, int | None]]:
-        """None of any: see `served_weights`."""
+        """Yields None for every tensor, see `served_weights`."""
         return checksums(self.served_weights())
 
     def commit_weights(self, version: int) -> None:
-        """From here on completions carry `version`, and the server says so with each of them.
+        """Makes completions carry `version` from here on; the server reports it with each of them.
 
         Raises:
-            RuntimeError: the weights are not whole.
+            RuntimeError: the weights are not complete.
         """
         self._readiness.commit(version)
         self._server.administer("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def sleep(self) -> None:
-        """Gives the device's memory to the trainer, as much as `sleep_level` says, until `wake`."""
+        """Gives device memory to the trainer until `wake`, as much as `sleep_level` says."""
         everything = {"tags": ["kv_cache", "weights"]}
         self._readiness.sleep(lambda: self._server.administer("/release_memory_occupation", everything))
 
     def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
-        """Takes memory back: for a weight sync that of the weights, before generation that of the cache too."""
+        """Takes memory back: "weights" before a weight sync, "kv_cache" too before generation."""
         self._readiness.wake(parts, lambda tags: self._server.administer("/resume_memory_occupation", {"tags": tags}))
 
     @property
@@ -259,7 +261,7 @@ class SglangEngine:
 
 
 def _write_files(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises TrainingError: there is no room."""
+    """Writes tensors into safetensors files in a folder. Raises TrainingError if they cannot be written."""
     bucket: dict[str, Tensor] = {}
     num_bytes = num_files = 0
 
@@ -272,7 +274,7 @@ def _write_files(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
         bucket, num_bytes, num_files = {}, 0, num_files + 1
 
     for name, tensor in weights:
-        # The sender keeps a tensor only until the next one is taken.
+        # A tensor is valid only until the next one is taken.
         bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
         num_bytes += tensor.nbytes
         if num_bytes >= _BUCKET_BYTES:
@@ -293,8 +295,8 @@ def _require_possible(request: GenerateRequest) -> None:
 
 
 def _require_same_ends(folder: Path, skeleton: PreTrainedModel) -> None:
-    """SGLang ends at the tokens of both config files, transformers at those of the generation config where it has
-    any."""
+    """Raises ModelError if SGLang would end completions at other tokens than transformers: SGLang ends at the tokens of
+    both config files, transformers only at those of the generation config if it has any."""
     ends = require_ends(skeleton.generation_config, skeleton.config)
     if skeleton.config.eos_token_id is None:
         return

@@ -32,21 +32,21 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", "--config", sys.argv[2]])
 """
 _ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-"""Logprobs at the temperature of the request."""
+"""Makes SGLang return logprobs at the temperature of the request."""
 _OTHER_NAMES = {
     "model": OwnArgument(None, "model.path"),
     **dict.fromkeys(("tensor_parallel_size", "dp_size", "data_parallel_size", "pp_size", "nnodes"), OwnArgument(1)),
 }
-"""Of arguments that are set here, and what else would take more than the one device of a rank."""
+"""Other names of arguments that are set here, and arguments that would take more than the one device of a rank."""
 _HOST = "127.0.0.1"
 _GLANCE_SECONDS = 5.0
-"""How often the server is looked at while it is waited for."""
+"""How often the server's health is checked while a call waits for it."""
 _SOCKET_SECONDS = 60.0
-"""Between two packets of a request or an answer."""
+"""Longest time between two packets of a request or an answer."""
 
 
 def check_sglang(config: SglangRollout) -> None:
-    """Raises ConfigError unless there is an SGLang to start, as far as can be told without starting it."""
+    """Raises ConfigError unless SGLang can be found, as far as can be told without starting it."""
     if config.python is not None:
         if shutil.which(config.python) is None:
             raise ConfigError(f"rollout.engine.python={config.python}: there is no such program")
@@ -58,15 +58,16 @@ def check_sglang(config: SglangRollout) -> None:
 
 
 class SglangServer:
-    """A server process and the calls to it. Two keys, made here: one for requests, one for everything else."""
+    """A server process and the calls to it, with two keys made here: one for requests, one for everything else."""
 
     def __init__(self, config: SglangRollout, own: Mapping[str, OwnArgument]) -> None:
-        """Starts it and waits until it generates.
+        """Starts the server and waits until it can generate.
 
         Args:
             own: arguments that config.args may not set.
         Raises:
-            ConfigError: an argument that is ours, or the server did not start; says what it printed last.
+            ConfigError: config.args sets an argument that is ours, or the server did not start; says what it printed
+                last.
         """
         self.name = f"the SGLang server of rank {dist.get_rank() if dist.is_initialized() else 0}"
         self._config = config
@@ -78,9 +79,9 @@ class SglangServer:
         with ExitStack() as undone:
             folder = undone.enter_context(scratch_folder())
             self._log = folder / "log"
-            # In a folder of this user's alone: everybody can read the arguments of a process.
+            # In a file in a folder of this user's alone, because everybody can read a process's command line.
             arguments = folder / "arguments.yaml"
-            # Without a request its scheduler would keep a core of the trainer's busy.
+            # By default its scheduler keeps a core of the trainer's busy even when there is no request.
             defaults = {"log_level": "warning", "sleep_on_idle": True}
             given = defaults | config.args | {name: ours.value for name, ours in own.items()}
             arguments.write_text(json.dumps({name.replace("_", "-"): value for name, value in given.items()}))
@@ -91,19 +92,20 @@ class SglangServer:
             self._undone = undone.pop_all()
 
     def generate(self, body: dict[str, Any]) -> Any:
-        """Takes as long as the server shows that it lives. Raises TrainingError: it failed, died or was stopped."""
+        """Has the server generate, without a time limit while it is healthy. Raises TrainingError: it failed, died or
+        was stopped."""
         return self._call("POST", "/generate", body, key=self._key, timeout_seconds=None)
 
     def administer(self, path: str, body: dict[str, Any]) -> None:
-        """Weights and memory. Raises as `generate`."""
+        """Makes a call about weights or memory. Raises as `generate`."""
         self._call("POST", path, body, key=self._admin_key, timeout_seconds=self._config.load_timeout_seconds)
 
     def failure(self, message: str) -> TrainingError:
-        """An error that names the server."""
+        """Returns an error whose message names the server."""
         return TrainingError(f"{self.name} {message}")
 
     def close(self) -> None:
-        """Ends its processes and removes its files."""
+        """Ends the server's processes and removes its files."""
         self._undone.close()
 
     def _launch(self, arguments: Path) -> subprocess.Popen[bytes]:
@@ -117,7 +119,7 @@ class SglangServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=variables | _ENVIRONMENT,
-                start_new_session=True,  # a group of its own, which can be ended as a whole
+                start_new_session=True,  # its own process group, which can be ended as a whole
             )
 
     def _await_start(self) -> None:
@@ -133,7 +135,7 @@ class SglangServer:
             time.sleep(0.2)
 
     def _call(self, method: str, path: str, body: Any, *, key: str, timeout_seconds: float | None) -> Any:
-        """None: as long as it is healthy."""
+        """Makes an HTTP call. `timeout_seconds` None: waits for as long as the server is healthy."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         connection = http.client.HTTPConnection(_HOST, self._port, timeout=_SOCKET_SECONDS)
         deadline = time.monotonic() + (timeout_seconds or 0.0)
@@ -170,7 +172,7 @@ class SglangServer:
         )
 
     def _is_healthy(self, timeout_seconds: float) -> bool:
-        """Whether it generates. SGLang answers this without a key, and it is told none."""
+        """Whether the server can generate. SGLang answers this without a key, so none is sent."""
         connection = http.client.HTTPConnection(_HOST, self._port, timeout=timeout_seconds)
         try:
             connection.request("GET", "/health")
@@ -186,7 +188,7 @@ class SglangServer:
         return f"it printed last: {said}" if said else "it printed nothing"
 
     def _end(self) -> None:
-        """First asks; whatever of its group is left is killed."""
+        """Asks the server to end, then kills what is left of its process group."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(10)

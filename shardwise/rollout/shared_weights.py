@@ -1,4 +1,4 @@
-"""Weights in host memory that a rank and the process of its rollout engine have both mapped."""
+"""Weights in host memory that both a rank and the process of its rollout engine have mapped."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -15,38 +15,38 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A tensor that an engine takes.
+    """The form of a tensor that an engine takes.
 
     Example: `Form("model.norm.weight", "bfloat16", [1024], is_readable=True)`
     """
 
     name: str
     dtype: str
-    """torch's name of it, without the prefix."""
+    """torch's name of the dtype, without the prefix "torch."."""
     shape: list[int]
     is_readable: bool
-    """Whether the engine can tell the values that it serves."""
+    """Whether the engine can read back the values that it serves."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Self:
-        """That of `tensor`, which is on the meta device where it cannot be read."""
+        """Returns the form of `tensor`, which is on the meta device if its values cannot be read."""
         return cls(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), not tensor.is_meta)
 
     def on_meta(self) -> Tensor:
-        """Such a tensor without values."""
+        """Returns a tensor of this form on the meta device."""
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device="meta")
 
 
 class SharedWeights:
-    """The tensors of some forms, one after the other, in memory that grows to hold them with the first `tensor`.
+    """Tensors of given forms, one after the other, in memory that is sized for them on the first call of `tensor`.
 
-    Both sides lay out the same forms in the same way, so that names are all they have to tell each other.
+    Both sides lay out the same forms in the same way, so that they only need to tell each other names.
     """
 
     def __init__(self, forms: Iterable[Form], descriptor: int | None = None) -> None:
         """
         Args:
-            descriptor: of the memory that the other side has made; None makes it.
+            descriptor: descriptor of the memory that the other side has created; None creates it.
         """
         self.descriptor = create_memory() if descriptor is None else descriptor
         self._memory: Tensor | None = None
@@ -58,7 +58,7 @@ class SharedWeights:
             self._num_bytes += -(-empty.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def tensor(self, name: str) -> Tensor:
-        """The one of that name: what is written to it is there on the other side."""
+        """Returns the tensor of that name; the other side sees what is written to it."""
         if self._memory is None:
             os.ftruncate(self.descriptor, self._num_bytes)
             self._memory = mapped(self.descriptor)
@@ -66,16 +66,16 @@ class SharedWeights:
         return self._memory[offset : offset + empty.nbytes].view(empty.dtype).view(empty.shape)
 
     def close(self) -> None:
-        """Lets go of the memory, which goes when the other side has too."""
+        """Releases the memory, which is freed when the other side has released it too."""
         os.close(self.descriptor)
         self._memory = None
 
 
 def packed(forms: Iterable[Form]) -> list[list[Any]]:
-    """Forms as messages hold them."""
+    """Converts forms to what messages can hold."""
     return [[form.name, form.dtype, form.shape, form.is_readable] for form in forms]
 
 
 def unpacked(forms: Iterable[list[Any]]) -> Iterator[Form]:
-    """What was packed."""
+    """Converts what `packed` returned back to forms."""
     return (Form(*form) for form in forms)

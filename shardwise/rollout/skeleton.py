@@ -1,5 +1,5 @@
-"""A model without values: the names, shapes and dtypes that weights come with, for engines that keep them in a form of
-their own and cannot give them back."""
+"""A model without values: the names, shapes and dtypes that weights come with, for engines that keep weights in a form
+of their own and cannot give them back."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ from shardwise.model_config import read_model_config, require_generates
 
 
 def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The transformers model of a folder on the meta device. Raises ModelError where transformers cannot read it."""
+    """Builds a folder's transformers model on the meta device. Raises ModelError if transformers cannot read it."""
     config = read_model_config(folder)
     require_generates(folder, config)
     try:
@@ -38,12 +38,12 @@ def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def served_by(skeleton: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Its tensors by the names of the transformers class, tied copies left out."""
+    """Yields the skeleton's tensors under the names of the transformers class, without tied copies."""
     tied = set(skeleton.get_expanded_tied_weights_keys())
     return ((name, tensor) for name, tensor in skeleton.state_dict().items() if name not in tied)
 
 
 def in_hub_names(skeleton: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the transformers class as a checkpoint on the hub has them: its names, fused experts apart."""
+    """Converts tensors of the transformers class to the form of a hub checkpoint: its names, fused experts split."""
     for name, tensor in weights:
         yield from revert_weight_conversion(skeleton, {name: tensor}).items()

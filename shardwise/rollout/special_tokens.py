@@ -1,4 +1,4 @@
-"""Tokens that end completions, or never come, whatever the engine."""
+"""Checks of the tokens that end completions or are never drawn, for every engine."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from shardwise.model_config import end_of_sequence_ids
 
 
 def require_ends(generation: GenerationConfig | None, config: PretrainedConfig) -> list[int]:
-    """What ends completions. Raises ModelError: neither of the two says it."""
+    """Returns the tokens that end completions. Raises ModelError if neither config names any."""
     ids = end_of_sequence_ids(generation, config)
     if not ids:
         raise ModelError(
@@ -20,7 +20,7 @@ def require_ends(generation: GenerationConfig | None, config: PretrainedConfig) 
 
 
 def require_words(stop_token_ids: Sequence[int], bad_token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises ConfigError unless the vocabulary has all of them, and words beside the bad ones."""
+    """Raises ConfigError if a token is outside the vocabulary or in both lists, or if no token is left to draw."""
     unknown = [token for token in (*stop_token_ids, *bad_token_ids) if not 0 <= token < vocab_size]
     if unknown:
         raise ConfigError(

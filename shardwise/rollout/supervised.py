@@ -1,4 +1,4 @@
-"""A rollout engine in a process of its own, which is replaced when it dies or hangs: its rank notices a delay."""
+"""A rollout engine in its own process, which is replaced when it dies or hangs: its rank notices only a delay."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,22 +19,23 @@ _FIT = ""
 
 
 class SupervisedEngine:
-    """An engine behind an `EngineProcess`. What was asked of a process that is lost is asked of the next one in the
-    same words: the same batch, so the same tokens and logprobs to the bit.
+    """An engine behind an `EngineProcess`. A call to a process that is lost is repeated unchanged on the next one: the
+    same batch, so the same tokens and logprobs to the bit.
 
-    The weights of the last sync stay in memory that the process has mapped. Its replacement loads them, and proves that
-    it serves them, before it is asked anything.
+    The weights of the last sync stay in memory that the process has mapped. Its replacement loads them, and proves by
+    checksums that it serves them, before it gets any call.
     """
 
     def __init__(self, start: Callable[[int], EngineProcess], *, max_restarts: int, name: str) -> None:
-        """Waits for the first process.
+        """Starts the first process and waits for its engine.
 
         Args:
-            start: starts a process; it is given the descriptor of the memory for weights.
-            max_restarts: processes that may be lost and replaced.
+            start: starts a process, given the descriptor of the memory for weights.
+            max_restarts: how many processes may be lost and replaced.
             name: what messages call the engine.
         Raises:
-            ConfigError, ModelError: as the engine. EngineLostError: no process lived until its engine was there.
+            ConfigError, ModelError: as the engine raises them. EngineLostError: no process lived until its engine was
+                ready.
         """
         self._start, self._max_restarts, self._name = start, max_restarts, name
         self._began = time.monotonic()
@@ -44,19 +45,19 @@ class SupervisedEngine:
         self._forms: list[Form] = []
         self._weights = SharedWeights([])
         self._sent: dict[str, int] = {}
-        """Checksums of what `_weights` holds."""
+        """Name -> checksum, of what `_weights` holds."""
         self._version: int | None = 0
-        """That was committed last; None from the first tensor of another one on."""
+        """The version that was committed last; None from the first tensor of the next one on."""
         self._unfit = _FIT
         self._ready()
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None where it was lost and is not replaced yet."""
+        """Id of the process; None while a lost one has not been replaced yet."""
         return None if self._process is None else self._process.pid
 
     def take_restarts(self) -> int:
-        """How many processes were replaced, or will be when the engine is needed next, since the last call."""
+        """Returns how many processes were lost since the last call; each was replaced or will be when next needed."""
         taken, self._num_taken = len(self._failures) - self._num_taken, len(self._failures)
         return taken
 
@@ -67,11 +68,11 @@ class SupervisedEngine:
         on_finished: Callable[[int], None] | None = None,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> list[list[Completion]]:
-        """See RolloutEngine.generate. `on_finished` is told of a request once, also where the process is lost after
-        that and the next one is asked for it anew; that one may be interrupted in it.
+        """See RolloutEngine.generate. `on_finished` is called once per request, even if the process is lost afterwards
+        and the next one computes the request again; that one may then be interrupted before it finishes it.
 
         Raises:
-            EngineLostError: too many processes were lost, or two did not get done with the same requests.
+            EngineLostError: too many processes were lost, or two got stuck on the same requests.
         """
         self._require_weights()
         finished: set[int] = set()
@@ -101,14 +102,14 @@ class SupervisedEngine:
         return scores
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:
-        """Raises ConfigError: what modules compute stays in their process."""
+        """Always raises ConfigError: what modules compute stays in their process."""
         raise ConfigError(
             "rollout.engine.process: what an engine's modules compute cannot be traced from another process; remove it"
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes the tensors to the memory, and when all have come, lets the process load them. A process that dies
-        meanwhile is replaced by one that loads all there is; none ever sees a part of them."""
+        """Writes the tensors to the memory and, when all have come, has the process load them. A process that dies
+        meanwhile is replaced by one that loads all of them; no process ever loads only a part."""
         arrived: dict[str, int] = {}
         self._version, self._unfit = None, "the last weight sync broke off; sync the weights whole"
         for name, tensor in weights:
@@ -122,14 +123,14 @@ class SupervisedEngine:
             self._ask("load", arrived)
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What the process was given, where it can tell whether it serves that; else, and before the first sync, on the
-        meta device."""
+        """Yields the tensors that the process was given. Those that it cannot read back, and all before the first sync,
+        are on the meta device."""
         for form in self._forms:
             is_there = form.is_readable and form.name in self._sent
             yield form.name, self._weights.tensor(form.name) if is_there else form.on_meta()
 
     def served_checksums(self) -> Iterable[tuple[str, int | None]]:
-        """Computed by the process, over what it serves."""
+        """Returns the checksums that the process computes over what it serves."""
         found: dict[str, int | None] = self._ask("checksums")
         return found.items()
 
@@ -143,8 +144,8 @@ class SupervisedEngine:
         self._tell("sleep")
 
     def wake(self, *parts: Literal["weights", "kv_cache"]) -> None:
-        """See RolloutEngine.wake. A process that is started later is awake. What sleeping has dropped is loaded again
-        before it generates."""
+        """See RolloutEngine.wake. Weights that sleeping has dropped are loaded again before the engine generates. A
+        process that is started later is awake from the start."""
         self._tell("wake", *parts)
         if "kv_cache" in parts and self._sent and not self._unfit and self._ask("lacks_weights"):
             self._ask("load", self._sent)
@@ -152,7 +153,7 @@ class SupervisedEngine:
 
     @property
     def lacks_weights(self) -> bool:
-        """False: the memory holds those of the last sync."""
+        """False: the memory holds the weights of the last sync."""
         return False
 
     def close(self) -> None:
@@ -174,7 +175,7 @@ class SupervisedEngine:
         on_finished: Callable[[int], None] = lambda place: None,
         is_interrupted: Callable[[], bool] | None = None,
     ) -> Any:
-        """The answer of a process, of the next one where one is lost. Raises EngineLostError as `generate`."""
+        """Returns the answer of the process, or of the next one if it is lost. Raises EngineLostError as `generate`."""
         is_second = False
         while True:
             process = self._ready()
@@ -187,7 +188,7 @@ class SupervisedEngine:
                 is_second = isinstance(lost, RequestsLost)
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """What matters to a process that is there alone."""
+        """Makes a call that only matters to a process that already exists: none is started for it."""
         if self._process is not None:
             try:
                 self._process.call(method, *arguments)
@@ -195,7 +196,7 @@ class SupervisedEngine:
                 self._bury(self._process, method, lost)
 
     def _ready(self) -> EngineProcess:
-        """A process whose engine serves the weights of the last sync."""
+        """Returns a process whose engine serves the weights of the last sync; starts one if there is none."""
         while self._process is None:
             if self._failures:
                 tell(f"{self._name}: restart {len(self._failures)} of {self._max_restarts}")
@@ -228,7 +229,7 @@ class SupervisedEngine:
             process.call("commit", self._version)
 
     def _bury(self, process: EngineProcess, method: str, lost: ProcessLost, *, is_last: bool = False) -> None:
-        """Raises EngineLostError unless another process may take its place."""
+        """Closes a lost process and records why. Raises EngineLostError unless another may take its place."""
         process.close()
         self._process = None
         self._failures.append(f"after {time.monotonic() - self._began:.0f} s, in `{method}`, it {lost}")

@@ -15,11 +15,11 @@ BLOCKED = (
 
 
 USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt, BaseExceptionGroup)
-"""What a call may raise beside the main thread, where signals go: all of it is the call's own failure."""
+"""Exceptions that count as a call's own failure: signals go to the main thread, and calls run outside it."""
 
 
 class Deadline:
-    """Of one call, from now on."""
+    """The deadline of one call, which starts now."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -27,37 +27,37 @@ class Deadline:
 
     @property
     def left_seconds(self) -> float:
-        """Below 0 where it has passed."""
+        """Time left; negative once the deadline has passed."""
         return self._until - time.monotonic()
 
     def spare(self, seconds: float) -> None:
-        """Moves it: so long the call could not run, for another one held the event loop."""
+        """Extends the deadline by time in which the call could not run because another one blocked the event loop."""
         self._until += seconds
 
 
 _DEADLINES: WeakKeyDictionary[asyncio.Future[Any], tuple[Deadline, ...]] = WeakKeyDictionary()
-"""What every task is called within, the outermost first."""
+"""The deadlines that every task runs under, the outermost first."""
 
 
 def deadlines_of(task: asyncio.Future[Any] | None) -> tuple[Deadline, ...]:
-    """Those of the calls that the task works for; of None there are none."""
+    """Returns the deadlines of the calls that the task works for; none for None."""
     return () if task is None else _DEADLINES.get(task, ())
 
 
 def new_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-    """A task factory: tasks that a call begins work for that call."""
+    """A task factory: tasks that a call starts work for that call, under its deadlines."""
     task = asyncio.Task(work, loop=loop, **options)
     _DEADLINES[task] = deadlines_of(asyncio.current_task(loop))
     return task
 
 
 async def call_in_time(call: Callable[[], Any], deadline: Deadline) -> Any:
-    """What a coroutine function returns, or another one, which runs in a thread of its own; where that returns a
-    coroutine, what comes of it.
+    """Calls a function within its deadline and returns its result. A coroutine function is awaited here; a plain
+    function runs in its own thread, and if it returns a coroutine, that is awaited here.
 
     Raises:
-        TimeoutError: it took longer. A thread is not waited for any more, and goes on.
-        RuntimeError: it was cancelled, though not by its caller.
+        TimeoutError: the call took too long. Its thread, if any, goes on, but is no longer waited for.
+        RuntimeError: the call was cancelled, but not by its caller.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -91,10 +91,10 @@ async def call_in_time(call: Callable[[], Any], deadline: Deadline) -> Any:
 
 
 async def uncancelled(awaitable: Awaitable[Any]) -> Any:
-    """What comes of it.
+    """Awaits and returns the result.
 
     Raises:
-        RuntimeError: it was cancelled, and nobody has cancelled the task that waits for it.
+        RuntimeError: the awaitable was cancelled, although nobody has cancelled the task that waits for it.
     """
     try:
         return await awaitable
@@ -106,12 +106,12 @@ async def uncancelled(awaitable: Awaitable[Any]) -> Any:
 
 
 def is_coroutine(call: Callable[[], Any]) -> bool:
-    """Whether calling it gives a coroutine."""
+    """Whether the call is of a coroutine function."""
     return inspect.iscoroutinefunction(call.func if isinstance(call, partial) else call)
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Unlike asyncio.to_thread's, this thread is waited for by nobody once its deadline has passed."""
+    """Runs a call in a daemon thread. Unlike asyncio.to_thread's, nobody waits for it after its deadline."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 

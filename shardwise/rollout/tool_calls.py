@@ -1,4 +1,4 @@
-"""What a model writes when it calls tools, in the formats that model families are trained to write."""
+"""Reads tool calls from the text of a model, in the formats that model families are trained to write."""
 
 import json
 import re
@@ -12,7 +12,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>", re.D
 Tools = Sequence[dict[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 
-_UNREADABLE = (ValueError, RecursionError)  # no JSON, or an integer too long, or nested too deeply, for Python
+_UNREADABLE = (ValueError, RecursionError)  # not JSON, or, for Python, an integer too long or nesting too deep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class ToolCall:
 
 
 def hermes_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
-    """Calls as Hermes, Qwen2.5 and Qwen3 write them, in order.
+    """Returns the calls in a text, in order, as Hermes, Qwen2.5 and Qwen3 write them.
 
     Example: `<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>`
     """
@@ -36,8 +36,8 @@ def hermes_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
 
 
 def qwen_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
-    """Calls as Qwen3-Coder writes them, in order. Values are read as JSON where they are JSON, else as text; those of
-    parameters that are strings, as `tools` say, are text.
+    """Returns the calls in a text, in order, as Qwen3-Coder writes them. Values that are valid JSON are read as JSON,
+    others as text; values of parameters that `tools` declare as strings are always text.
 
     Example: `<tool_call><function=calculator><parameter=expression>2+3</parameter></function></tool_call>`
     """
@@ -46,7 +46,7 @@ def qwen_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
 
 
 def parameter_schemas(tools: Tools) -> dict[tuple[str, str], Any]:
-    """(name of a tool, name of a parameter) -> its schema."""
+    """Returns (name of a tool, name of a parameter) -> schema of the parameter."""
     found: dict[tuple[str, str], Any] = {}
     for tool in tools:
         match tool:
@@ -56,12 +56,12 @@ def parameter_schemas(tools: Tools) -> dict[tuple[str, str], Any]:
 
 
 FORMATS: Mapping[str, Callable[[str, Tools], list[ToolCall]]] = {"hermes": hermes_calls, "qwen": qwen_calls}
-"""By name: the text of a turn, and the tools that may be called -> the calls in it."""
+"""Name of a format -> reader: (text of a turn, tools that may be called) -> the calls in the text."""
 TAGS: Mapping[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "qwen": ("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"),
 }
-"""By name of the format: what a call is recognized by."""
+"""Name of a format -> the tags by which its calls are recognized."""
 
 
 def _hermes_call(block: str) -> ToolCall:

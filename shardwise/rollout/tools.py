@@ -18,11 +18,12 @@ from shardwise.types import Example
 
 
 class ToolEnvironment:
-    """Answers a turn that calls tools with what they return; a turn that calls none is the answer, and the end.
+    """Answers a turn that calls tools with what they return; a turn that calls none is the final answer and ends the
+    episode.
 
-    All calls of a turn run at the same time. A call that cannot be read, names no tool, does not fit its signature,
-    raises or takes too long is answered with what is wrong, so that the policy can do better: it is no failure of the
-    episode. Calls of the last turn are not made, for nobody would read what they return.
+    All calls of a turn run at the same time. A call that cannot be read, names no known tool, does not fit the tool's
+    signature, raises or takes too long is answered with what is wrong, so that the policy can do better; the episode
+    does not fail. Calls of the last turn are not made, because nobody would read what they return.
     """
 
     def __init__(
@@ -38,14 +39,14 @@ class ToolEnvironment:
     ) -> None:
         """
         Args:
-            functions: by the name they are called by, as `checked` gives them.
+            functions: name of a tool -> function, as `checked` returns it.
             call_format: one of tool_calls.FORMATS.
-            max_turns: of the policy, in one episode.
-            tool_timeout_seconds: of one call.
-            max_calls_per_turn: further ones are answered with an error.
-            max_result_chars: what is beyond is cut off.
-            schemas: of the functions; an `enum` of a parameter allows these values alone, and the format qwen needs
-                types to tell text from JSON.
+            max_turns: turns of the policy in one episode.
+            tool_timeout_seconds: time limit of one call.
+            max_calls_per_turn: further calls are answered with an error.
+            max_result_chars: longer results are cut off.
+            schemas: the functions' schemas. An `enum` of a parameter allows only its values, and the format qwen needs
+                the types to tell text from JSON.
         """
         self._functions = functions
         self._offered = set(functions)
@@ -59,11 +60,11 @@ class ToolEnvironment:
         self._num_calls = self._num_errors = 0
 
     def reset(self, example: Example) -> None:
-        """Offers the tools of the row, or all where it names none."""
+        """Offers the tools that the row names, or all if it names none."""
         self._offered = set(self._functions if example.tools is None else example.tools)
 
     async def step(self, response: str) -> Messages | None:
-        """One message of role tool for each call."""
+        """Makes the calls of a turn; returns one message of role tool for each, or None if there are none."""
         self._turns_left -= 1
         num_made, why_not = self._max_calls, f"too many calls in one turn, at most {self._max_calls}"
         if self._turns_left == 0:
@@ -72,7 +73,7 @@ class ToolEnvironment:
             call if number < num_made else replace(call, error=why_not)
             for number, call in enumerate(self._read(response, self._schemas))
         ]
-        # What a call raises is its result, also where it cancels its task; a cancellation of the step is raised here.
+        # What a call raises is its result, even if it cancels its task; a cancellation of the step is raised here.
         results = await asyncio.gather(*map(self._call, calls), return_exceptions=True)
         self._num_calls += len(calls)
         messages = [
@@ -82,11 +83,11 @@ class ToolEnvironment:
         return messages or None
 
     def reward(self) -> dict[str, float]:
-        """No score of its own: reward functions judge the answer."""
+        """Returns no score of its own, because reward functions judge the answer; counts calls and errors."""
         return {"score": 0.0, "tool_calls": self._num_calls, "tool_errors": self._num_errors}
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Does nothing: there is nothing to release."""
 
     def _answer(self, call: ToolCall, result: str | BaseException) -> str:
         if isinstance(result, BaseException):
@@ -113,28 +114,28 @@ class ToolEnvironment:
             raise _CallError.of(call, error) from None
 
     def _require_choices(self, call: ToolCall) -> None:
-        """Raises _CallError: an argument, or an item of one that is a list, is none of those that the schema names."""
+        """Raises _CallError if an argument, or an item of a list argument, is not one of the schema's enum values."""
         for name, value in call.arguments.items():
             match self._parameters.get((call.name, name)):
-                case {"enum": list(choices)} if value is not None:  # whether there may be none, the type hint says
+                case {"enum": list(choices)} if value is not None:  # the type hint decides whether it may be None
                     if any(item not in choices for item in (value if isinstance(value, list) else [value])):
                         raise _CallError(f"{call.name}: {name}: Input should be one of {json.dumps(choices)}")
 
 
 class WrongArguments(Exception):
-    """What is wrong with the first argument that does not fit a tool."""
+    """The arguments of a call do not fit the tool; the message is about the first that does not."""
 
 
 def checked(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """The tool, checking what it is called with against its type hints.
+    """Wraps a tool so that its arguments are checked against its type hints.
 
     Args:
         tool: a plain function, or a coroutine function.
     Returns:
-        What is called with the same arguments, each by its name, and is a coroutine function if the tool is one. It
-        raises WrongArguments where they do not fit; what else it raises, the tool does.
+        A function that takes the same arguments, each by its name, and is a coroutine function if the tool is one. It
+        raises WrongArguments if they do not fit; any other exception is the tool's.
     Raises:
-        Exception: of pydantic's, for type hints that nothing can be checked against.
+        Exception: an exception of pydantic's, for type hints that nothing can be checked against.
     """
 
     @wraps(tool)
@@ -158,10 +159,10 @@ def checked(tool: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CallError(Exception):
-    """What the policy is told about a call that went wrong."""
+    """A call went wrong; the message is what the policy is told."""
 
     @classmethod
     def of(cls, call: ToolCall, error: BaseException) -> Self:
-        """What the tool raised."""
+        """Describes the exception that the tool raised."""
         text = error_text(error)
         return cls(f"{call.name}: {type(error).__name__}{f': {text}' if text else ''}")

@@ -1,4 +1,4 @@
-"""An agent that plays tasks of the verifiers library: its harness asks the policy, its task gives the reward.
+"""An agent that plays tasks of the verifiers library: its harness queries the policy, its task gives the reward.
 
 rollout.environment: {type: agent, path: shardwise.rollout.verifiers:play, parameters: {taskset: ..., agent: ...}}
 """
@@ -25,20 +25,19 @@ async def play(example: Example, endpoint: Endpoint, *, taskset: Tree, agent: Tr
     """Plays one task with one agent.
 
     Args:
-        example: its extra_info.task is the place of the task in the taskset, as `task_rows` writes it.
-        taskset: verifiers' config of it, `{id: NAME}` and what it takes.
-        agent: verifiers' config of the agent, `{harness: {id: NAME}, runtime: {type: NAME}}` and what it takes;
-            sampling is the run's.
+        example: its extra_info.task is the index of the task in the taskset, as `task_rows` writes it.
+        taskset: verifiers' config of the taskset, `{id: NAME}` and further settings.
+        agent: verifiers' config of the agent, `{harness: {id: NAME}, runtime: {type: NAME}}` and further settings; the
+            run sets the sampling.
     Returns:
         The task's reward as score, and its rewards and metrics by their names.
     Raises:
-        RuntimeError: verifiers calls the episode a failure, after the retries that its config allows; tells its last
-            error.
+        RuntimeError: the episode failed, after the retries that verifiers' config allows; reports its last error.
     """
     config = _config(taskset, agent)
     task = _tasks(json.dumps(taskset, sort_keys=True))[example.extra_info["task"]]
     environment = vf.SingleAgentEnv(config)
-    variable = f"SHARDWISE_API_KEY_{secrets.token_hex(8)}"  # clients take keys from there; harnesses do not inherit it
+    variable = f"SHARDWISE_API_KEY_{secrets.token_hex(8)}"  # clients read keys from there; harnesses do not inherit it
     os.environ[variable] = endpoint.api_key
     try:
         client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
@@ -55,7 +54,7 @@ async def play(example: Example, endpoint: Endpoint, *, taskset: Tree, agent: Tr
 
 
 def task_rows(*, taskset: Tree, num_tasks: int) -> Iterator[Tree]:
-    """The rows of the first tasks, as data files have them."""
+    """Yields the rows of the first `num_tasks` tasks, in the form of data files."""
     name = taskset["id"]
     for number, task in enumerate(_tasks(json.dumps(taskset, sort_keys=True))[:num_tasks]):
         yield {
@@ -72,5 +71,5 @@ def _config(taskset: Tree, agent: Tree) -> Any:
 
 @lru_cache(maxsize=16)
 def _tasks(taskset: str) -> list[Any]:
-    """Loading them once is enough: they hold no state of an episode."""
+    """Loads the tasks of a taskset, once: they hold no state of an episode."""
     return list(vf.SingleAgentEnv(_config(json.loads(taskset), {})).taskset)

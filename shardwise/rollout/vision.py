@@ -1,4 +1,4 @@
-"""Images in prompts: which tokens stand for them; and the eyes of the embedded engine."""
+"""Images in prompts: which tokens stand for them, and the vision tower of the embedded engine."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,7 +16,7 @@ from shardwise.types import GenerateRequest, Images
 def requests_to_score(
     sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None
 ) -> list[GenerateRequest]:
-    """What `RolloutEngine.logprobs` is asked for, as requests."""
+    """Converts the arguments of `RolloutEngine.logprobs` to requests."""
     shown = [None] * len(sequences) if images is None else images
     return [
         GenerateRequest(uid=f"sequence {number}", prompt_ids=list(sequence), max_tokens=1, temperature=0.0, images=own)
@@ -25,11 +25,11 @@ def requests_to_score(
 
 
 def image_spans(request: GenerateRequest, model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Where the tokens of each image begin in the prompt, and how many they are.
+    """Returns, for each image, where its tokens begin in the prompt and how many there are.
 
     Raises:
-        ModelError: the model sees no images; the prompt has more or fewer image tokens than its images take, or others
-            between those of an image.
+        ModelError: the model sees no images; the prompt has more or fewer image tokens than its images take, or other
+            tokens between those of an image.
     """
     if (reason := vision_reason(model)) is not None:
         if request.images is not None:
@@ -52,24 +52,24 @@ def image_spans(request: GenerateRequest, model: PreTrainedModel) -> list[tuple[
 
 
 class CachedVisionTower:
-    """The eyes of a model with a vision tower, one of Qwen's or GLM's."""
+    """Runs the vision tower of a model of the Qwen or GLM families, for cached generation."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self._backbone = backbone(model)
         self._device = device
         self.image_token_id: int = model.config.image_token_id
-        """What stands for a part of an image."""
+        """The token that stands for a part of an image."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, device: torch.device) -> Self | None:
-        """None for a model that sees no images."""
+        """Wraps a model's vision tower; None for a model that sees no images."""
         return cls(model, device) if takes_images(model) else None
 
     def look(self, images: Sequence[Images]) -> dict[str, Any]:
         """Runs the tower once over the images of all prompts, in their order.
 
         Returns:
-            Arguments of the backbone's forward.
+            Keyword arguments for the backbone's forward.
         """
         if not images:
             return {}
@@ -78,13 +78,14 @@ class CachedVisionTower:
         return {"mm_encoder_outputs": {"image": self._backbone.get_image_features(pixels, grids, return_dict=True)}}
 
     def places(self, prompts: Sequence[Tensor], images: Sequence[Images | None]) -> tuple[Tensor, Tensor]:
-        """Where tokens are in time, height and width, as the model itself counts (M-RoPE).
+        """Computes positions of tokens in time, height and width, with the model's own method (M-RoPE).
 
         Args:
-            prompts: [L] each.
-            images: of each prompt.
+            prompts: token ids, [L] each.
+            images: the images of each prompt.
         Returns:
-            [3, P, longest L] of the prompts, and [P], what later tokens are ahead of their number in the sequence.
+            Position ids of the prompts, [3, P, longest L], and [P], how far the position ids of later tokens are ahead
+            of their index in the sequence.
         """
         longest = max(map(len, prompts))
         positions = torch.arange(longest).repeat(3, len(prompts), 1)
