@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -21,6 +22,7 @@ from shardwise.families.proven import RECORD_NAME
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(families.__file__).with_name(RECORD_NAME)
+VLLM_RECORD = ROOT / "tests" / "vllm_families.json"
 PAGE = ROOT / "docs" / "models.md"
 
 
@@ -58,7 +60,44 @@ def page(record: Mapping[str, Mapping[str, str]], release: str) -> str:
     lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
     lines += ["", "## Refused families", "", "| family | reason |", "|---|---|"]
     lines += [f"| `{family}` | {row['packing']} |" for family, row in sorted(record.items()) if family not in proven]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_of_vllm()]) + "\n"
+
+
+def vllm_record() -> Mapping[str, Any]:
+    """What prove_vllm_models.py found: under `families` the rows, and the releases of `vllm` and `transformers`."""
+    record: dict[str, Any] = json.loads(VLLM_RECORD.read_text(encoding="utf-8"))
+    return record
+
+
+def _of_vllm() -> list[str]:
+    """The section on what it serves."""
+    record = vllm_record()
+    rows = sorted(record["families"].items())
+    served = [family for family, row in rows if row["vllm"] == PROVEN]
+    reasons: list[str] = []
+    table = [
+        f"| `{family}` | {_cell(row['vllm'], reasons)} | {_cell(row['vllm_lora'], reasons)} | {row.get('lacks', '')} |"
+        for family, row in rows
+    ]
+    return [
+        "",
+        "## What vLLM serves",
+        "",
+        f"Made by `make models-vllm` with vLLM {record['vllm']}, its CPU build, and transformers",
+        f"{record['transformers']}, from `tests/vllm_families.json`. Engines do not read it: a run of a family that",
+        "vLLM does not serve right ends at the start, or with its first weight sync, whose probe names the logprobs of",
+        f"both sides (`rollout.probe_every_syncs`). Of {len(rows)} families {len(served)} are served right. Their tiny",
+        "random models, in float32, have heads as wide as vLLM's kernels want them; prompts are text.",
+        "Families that the table does not have were not compared: most whole checkpoints with a tower.",
+        "",
+        *(f"- **{check}**: {words}" for check, words in MEANING_OF_VLLM.items()),
+        "",
+        "| family | vllm | vllm_lora | without |",
+        "|---|---|---|---|",
+        *table,
+        "",
+        *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)),
+    ]
 
 
 def _wrappers(proven: Collection[str]) -> list[str]:
@@ -91,6 +130,13 @@ MEANING = {
     "weights where transformers has no class",
     "sequence_scores": "likewise a score head and `AutoModelForSequenceClassification`",
     "embedded": "greedy tokens are those of `model.generate`, and logprobs the trainer's",
+}
+
+MEANING_OF_VLLM = {
+    "vllm": "an engine with other weights gives the trainer's logprobs after a sync, greedily and at temperature 1, "
+    "and again after that of a step",
+    "vllm_lora": "an engine with the base likewise, after the sync of an adapter on all linear layers alone",
+    "without": "what was left out of the family's config, because vLLM refuses it or computes it otherwise",
 }
 
 

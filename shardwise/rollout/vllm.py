@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.checksum import checksums
-from shardwise.config import ConfigError, ModelError, TrainingError, VllmRollout
+from shardwise.config import ConfigError, TrainingError, VllmRollout
 from shardwise.families import EXPERTS, takes_images
 from shardwise.model_config import media_token_ids
 from shardwise.ops import ModuleTrace, traced
@@ -29,8 +29,8 @@ from shardwise.rollout.special_tokens import require_ends, require_words
 from shardwise.rollout.stop_strings import first_stop_across
 from shardwise.rollout.vision import requests_to_score
 from shardwise.rollout.vllm_prompts import engine_input, image_arguments
-from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said
-from shardwise.rollout.vllm_weights import VllmAdapter, in_names_of, itself, lora_arguments
+from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said, window_arguments
+from shardwise.rollout.vllm_weights import VllmAdapter, as_vllm_reads, in_names_of, itself, lora_arguments
 from shardwise.types import Completion, FinishReason, GenerateRequest, Images
 
 if TYPE_CHECKING:
@@ -118,12 +118,6 @@ class VllmEngine:
                 "a CPU, set it to 0"
             )
         skeleton = load_skeleton(folder, dtype)
-        fused = (name.split(".") for name, parameter in skeleton.named_parameters() if parameter.dim() == 3)
-        if device.type == "cpu" and any(EXPERTS in names for names in fused):
-            raise ModelError(
-                f"{folder}: vLLM's CPU build (0.32) packs fused experts once and would go on with the first ones after "
-                "a weight sync; use rollout.engine=embedded for mixtures of experts"
-            )
         text_config = skeleton.config.get_text_config()
         require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
         ends = require_ends(skeleton.generation_config, skeleton.config)
@@ -140,16 +134,21 @@ class VllmEngine:
             has_raw_logprobs=has_raw_logprobs,
             needs_tokenizer=has_stop_strings or is_composite,
         )
-        own |= image_arguments(folder, skeleton)
+        own |= image_arguments(folder, skeleton) | window_arguments(folder, skeleton.config)
         if attach_adapter is not None and takes_images(skeleton):
             raise ConfigError(
                 "rollout.sync_adapter_only=true: vLLM would leave adapters of the vision tower out; set it to false, "
                 "which syncs merged weights, or use rollout.engine=embedded"
             )
+        if attach_adapter is not None and device.type == "cpu" and _has_fused_experts(skeleton):
+            raise ConfigError(
+                "rollout.sync_adapter_only=true: vLLM's CPU build has no kernel for fused experts beside adapters; set "
+                "it to false, which syncs merged weights, or use rollout.engine=embedded"
+            )
         in_file = {} if attach_adapter is None else attach_adapter(skeleton)
         if in_file:
             own |= {name: OwnArgument(value, "engine.lora") for name, value in lora_arguments(skeleton).items()}
-        llm = open_llm(own, config.args)
+        llm = open_llm(own, config.args, skeleton)
         is_whole = config.tensor_parallel_size == 1
         return cls(
             llm,
@@ -254,7 +253,9 @@ class VllmEngine:
             if not missing:
                 self._adapter.serve(tensors)
         else:
-            renamed: Iterable[tuple[str, Tensor]] = in_hub_names(self._skeleton, arriving)
+            renamed: Iterable[tuple[str, Tensor]] = as_vllm_reads(
+                self._skeleton.config.model_type, in_hub_names(self._skeleton, arriving)
+            )
             if self._has_workers:  # other processes, which are sent copies
                 renamed = list(renamed)
             self._llm.collective_rpc("load_checkpoint_weights", args=(renamed,))
@@ -407,6 +408,11 @@ class VllmEngine:
             raise ConfigError(
                 "a request with top_k, top_p, min_p or bad_token_ids to a vLLM engine that is not at temperature 1"
             )
+
+
+def _has_fused_experts(model: PreTrainedModel) -> bool:
+    fused = (name.split(".") for name, parameter in model.named_parameters() if parameter.dim() == 3)
+    return any(EXPERTS in names for names in fused)
 
 
 def _seed(request: GenerateRequest, index: int) -> int:

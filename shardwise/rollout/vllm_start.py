@@ -6,15 +6,17 @@ vLLM is imported when it is started, so that this file can be read without it.
 import difflib
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.config import ConfigError, VllmRollout
+from shardwise.config import ConfigError, ModelError, VllmRollout
 from shardwise.rollout.own_arguments import OwnArgument, require_left_alone
 from shardwise.rollout.vllm_weights import WeightLoader, said
 
@@ -65,6 +67,23 @@ def own_arguments(
     }
 
 
+def window_arguments(folder: Path, config: PreTrainedConfig) -> dict[str, OwnArgument]:
+    """Of EngineArgs: vLLM 0.32 takes the window of Cohere's models to be the tokens before the one that looks, which
+    transformers counts too.
+
+    Raises:
+        ModelError: vLLM would leave windows out, which only sequences that are longer would show.
+    """
+    if config.model_type == "qwen2_moe" and "sliding_attention" in config.layer_types:
+        raise ModelError(
+            f"{folder}: vLLM leaves the windows of {config.model_type} out; set use_sliding_window to false in its "
+            "config.json, for the trainer too, or use rollout.engine=embedded"
+        )
+    if config.model_type not in ("cohere2", "cohere2_moe") or not config.sliding_window:
+        return {}
+    return {"hf_overrides": OwnArgument({"sliding_window": config.sliding_window - 1})}
+
+
 def check_vllm(device: torch.device, *, has_images: bool) -> None:
     """Raises ConfigError: vLLM is missing, or is built for another device, or what it needs for `has_images` is."""
     os.environ.update(_ENVIRONMENT)
@@ -88,9 +107,11 @@ def check_vllm(device: torch.device, *, has_images: bool) -> None:
         )
 
 
-def open_llm(own: Mapping[str, OwnArgument], args: dict[str, Any]) -> "LLM":
+def open_llm(own: Mapping[str, OwnArgument], args: dict[str, Any], skeleton: PreTrainedModel) -> "LLM":
     """Builds vLLM with our arguments and the user's own.
 
+    Args:
+        skeleton: the model in transformers, whose classes stay as they are.
     Raises:
         ConfigError: vLLM has no such argument, or refuses a value.
     """
@@ -99,14 +120,57 @@ def open_llm(own: Mapping[str, OwnArgument], args: dict[str, Any]) -> "LLM":
     require_left_alone(args, own)
     _require_known(args, [field.name for field in fields(EngineArgs)])
     try:
-        llm = LLM(**{name: argument.value for name, argument in own.items()}, **args)
-    except (ValueError, TypeError, RuntimeError) as error:
+        with transformers_kept(skeleton) as hand_over:
+            llm = LLM(**{name: argument.value for name, argument in own.items()}, **args)
+            if own["distributed_executor_backend"].value != "mp":  # else it is in no process of ours
+                llm.apply_model(hand_over)
+    except Exception as error:  # whatever a value in config.json leads to
         raise ConfigError(f"rollout.engine=vllm: vLLM cannot start: {said(error)}") from error
     # What vLLM runs when it is collected ends the process group, which is the trainer's.
     llm.llm_engine.engine_core._finalizer.detach()
     llm.collective_rpc(WeightLoader.end_with.__name__, args=(os.getpid(),))
     llm.collective_rpc(WeightLoader.unlink_shared_memory.__name__)
     return llm
+
+
+@contextmanager
+def transformers_kept(skeleton: PreTrainedModel) -> Iterator[Callable[[torch.nn.Module], None]]:
+    """Inside it vLLM may change classes of transformers, as it does where it has no code of its own for a model: then
+    they compile themselves. The trainer's in this process are the same, and would compute through vLLM, or not at all.
+
+    Yields what gives a model of vLLM's classes of its own, which are as it has changed them.
+    """
+    classes = {type(module) for module in skeleton.modules() if isinstance(module, PreTrainedModel)}
+    before = {one: (one.__bases__, dict(vars(one))) for one in classes}
+
+    def hand_over(model: torch.nn.Module) -> None:
+        own = {}
+        for one, (bases, attributes) in before.items():
+            if one.__bases__ != bases:
+                changed = {name: value for name, value in vars(one).items() if attributes.get(name) is not value}
+                own[one] = (tuple(base for base in one.__bases__ if base not in bases), changed)
+        _restore(before)
+        served = {one: type(one.__name__, (one, *bases), changed) for one, (bases, changed) in own.items()}
+        for module in model.modules():
+            if type(module) in served:
+                module.__class__ = served[type(module)]
+
+    try:
+        yield hand_over
+    finally:
+        _restore(before)
+
+
+def _restore(before: Mapping[type, tuple[tuple[type, ...], dict[str, Any]]]) -> None:
+    for one, (bases, attributes) in before.items():
+        if one.__bases__ == bases:
+            continue
+        one.__bases__ = bases
+        for name in [name for name, value in vars(one).items() if attributes.get(name) is not value]:
+            if name in attributes:
+                setattr(one, name, attributes[name])
+            else:
+                delattr(one, name)
 
 
 def _require_known(args: dict[str, Any], known: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ vLLM is imported when it is used, so that this file can be read without it.
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _IN_MEMORY = Path("/dev/shm")
 """Where vLLM is given adapters, and where its workers on a CPU share memory."""
+
+_SINKS = {"sinks", "attention_sink_bias"}
+"""What vLLM calls a head's own term beside the scores of tokens."""
 
 
 class WeightLoader:
@@ -57,10 +61,16 @@ class WeightLoader:
 
     def load_checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Streams the tensors into the model, which keeps them in the layout of its kernels."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         model, config = self.model_runner.get_model(), self.model_runner.model_config
+        _forget_packed_experts(model)
+        _name_loaders(model)
         try:
+            initialize_layerwise_reload(model)
+            _make_sinks_real(model)
+            if type(model).__name__ == "GptOssForCausalLM":
+                weights = _experts_by_layer(model, weights)
             self.model_runner.reload_weights(weights_iterator=weights)
         except BaseException:
             # Layers wait on the meta device for their tensors; a later load has to find them whole.
@@ -85,6 +95,70 @@ def in_names_of(skeleton: torch.nn.Module, model: torch.nn.Module) -> Iterator[t
             renamed = (old + f"{name}.".removeprefix(new) for new, old in begins.items() if f"{name}.".startswith(new))
             name = next((one[:-1] for one in renamed if one[:-1] in known), name)
         yield name, module
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """vLLM 0.32 packs fused experts for the CPU as it builds their kernel, and would take later ones as they come."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
+
+    for module in model.modules() if current_platform.is_cpu() else ():
+        if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
+def _name_loaders(model: torch.nn.Module) -> None:
+    """vLLM 0.32 asks all loaders for their names as a reload begins, and those that are partial functions have none."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for module in model.modules():
+        for parameter in get_layerwise_info(module).restore_metadata[0].values():
+            if isinstance(loader := getattr(parameter, "weight_loader", None), partial):
+                loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
+
+
+def as_vllm_reads(model_type: str, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by their names on the hub, laid out as there: transformers writes the fused experts of Qwen3-VL as it
+    computes with them, [E, output, input], and reads them either way."""
+    for name, tensor in weights:
+        yield name, tensor.transpose(1, 2) if model_type == "qwen3_vl_moe" and ".experts." in name else tensor
+
+
+def _make_sinks_real(model: torch.nn.Module) -> None:
+    """vLLM 0.32 copies them into their parameters without the loader that a reload waits for. The parameters would be
+    on the meta device then, and the engine would go on with what it had."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, materialize_layer
+
+    for module in model.modules():
+        if not _SINKS.isdisjoint(module._parameters):
+            info = get_layerwise_info(module)
+            materialize_layer(module, info)
+            info.load_numel = 1  # loaded in part: is processed at the end
+
+
+def _experts_by_layer(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Passes all on but the experts of GPT-OSS, which are copied likewise: loads those of a layer when they are all
+    there."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _layerwise_process,
+        get_layerwise_info,
+        materialize_layer,
+    )
+
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        layer, is_expert, _ = name.partition(".experts.")
+        if not is_expert:
+            yield name, tensor
+            continue
+        tensors = waiting.setdefault(layer, {})
+        tensors[name] = tensor
+        (experts,) = (one for one in model.get_submodule(layer).modules() if "w13_weight" in one._parameters)
+        if len(tensors) == len(experts._parameters):
+            info = get_layerwise_info(experts)
+            materialize_layer(experts, info)
+            model.load_weights(waiting.pop(layer).items())
+            _layerwise_process(experts, info)
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
@@ -116,7 +190,6 @@ class VllmAdapter:
         self.request: LoRARequest | None = None
         self._engine, self._llm = llm.llm_engine, llm
         self._config = _lora_config(skeleton)
-        self._paths = dict(in_file)
         self._is_readable = is_readable
         self._tensors: dict[str, Tensor] = {}
         try:
@@ -151,17 +224,23 @@ class VllmAdapter:
         Raises:
             TrainingError: they hold something else, or have no place for it.
         """
-        served = dict(self._served()) if self._is_readable else {}
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        if not self._is_readable:
+            yield from dict.fromkeys(self._tensors).items()
+            return
+        model: Any
+        (model,) = self._llm.apply_model(itself)
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        names = None if mapper is None else mapper.get_rename_mapper()
+        served = dict(_served(model))
         for name, tensor in self._tensors.items():
-            if not self._is_readable:
-                yield name, None
-                continue
-            module, _, kind = self._paths[name].partition(".lora_")
-            held = served.get((module, kind[:1]))
+            module, is_a = parse_fine_tuned_lora_name(name, names)
+            held = served.get((module, "A" if is_a else "B"))
             if held is None:
                 raise TrainingError(f"vLLM computes nothing with {name}")
             expected = torch.zeros_like(held)
-            expected[: tensor.shape[0], : tensor.shape[1]] = tensor * self._scale if kind[:1] == "B" else tensor
+            expected[: tensor.shape[0], : tensor.shape[1]] = tensor if is_a else tensor * self._scale
             if not torch.equal(held, expected):
                 raise TrainingError(f"vLLM computes with other values of {name} than were loaded")
             yield name, checksum(tensor)
@@ -172,19 +251,26 @@ class VllmAdapter:
         rank = self._config.r
         return float(self._config.lora_alpha / (rank**0.5 if self._config.use_rslora else rank))
 
-    def _served(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """((path of a module in transformers, "A" or "B"), what its layer computes with), in host memory."""
-        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
-        (model,) = self._llm.apply_model(itself)
-        for path, layer in model.named_modules():
-            if not isinstance(layer, BaseLinearLayerWithLoRA):
-                continue
-            parent, _, fused = path.rpartition(".")
-            parts = model.packed_modules_mapping.get(fused, [fused])
-            for part, a, b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
-                yield (f"{parent}.{part}", "A"), a[0, 0].cpu()
-                yield (f"{parent}.{part}", "B"), b[0, 0].cpu()
+def _served(model: Any) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """((path of a module in vLLM's model as if it were not fused, "A" or "B"), what its layer computes with), in host
+    memory."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+    for path, layer in model.named_modules():
+        if not isinstance(layer, BaseLinearLayerWithLoRA):
+            continue
+        parent, _, fused = path.rpartition(".")
+        parts = model.packed_modules_mapping.get(fused, [fused])
+        slices_of_a = [a[0, 0].cpu() for a in layer.lora_a_stacked]
+        slices_of_b = [b[0, 0].cpu() for b in layer.lora_b_stacked]
+        if len(parts) == 1 and len(slices_of_b) > 1:  # one module whose outputs vLLM cuts, each with the same A
+            if all(torch.equal(a, slices_of_a[0]) for a in slices_of_a):
+                slices_of_a = slices_of_a[:1]
+            slices_of_a, slices_of_b = [torch.cat(slices_of_a)], [torch.cat(slices_of_b)]
+        for part, a, b in zip(parts, slices_of_a, slices_of_b, strict=True):
+            yield (f"{parent}.{part}", "A"), a
+            yield (f"{parent}.{part}", "B"), b
 
 
 def lora_arguments(skeleton: PreTrainedModel) -> dict[str, Any]:

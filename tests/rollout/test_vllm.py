@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from runs import MARK, marked
-from tiny_models import tiny_folder
 from transformers import Qwen3ForCausalLM
 from vllm_engines import ARGS, CPU, needs_vllm, open_engine, request, vllm_folder
 
@@ -45,11 +44,6 @@ def engine(folder):
 def test_sleeping_is_refused_on_a_cpu(folder):
     with pytest.raises(ConfigError, match=r"sleep_level=2 needs a CUDA device.*set it to 0"):
         open_engine(folder, sleep_level=2)
-
-
-def test_experts_that_a_weight_sync_would_not_reach_are_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"packs fused experts once .* use rollout\.engine=embedded"):
-        open_engine(tiny_folder("qwen3_moe", tmp_path / "experts"))
 
 
 @needs_vllm
