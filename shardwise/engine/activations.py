@@ -89,7 +89,8 @@ class _Keeps(TorchDispatchMode):
     """Keeps the results of attention and of every second matrix product among `operations`, which cost the most to
     compute for their size. What the layer is about to change in place is copied first.
 
-    Other operations are not counted: what FSDP does around a unit inside the layer differs in the recomputation.
+    Other operations are not counted: what FSDP does around a unit inside the layer differs in the recomputation. Nor is
+    what is computed without gradients (the scores of an indexer).
     """
 
     def __init__(self, operations: frozenset[Any], results: list[Any]) -> None:
@@ -106,7 +107,7 @@ class _Keeps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in self._operations:
+        if func not in self._operations or not torch.is_grad_enabled():
             for tensor in _changed_in_place(func, args, kwargs):
                 self._copy_if_kept(tensor)
             return func(*args, **kwargs)
@@ -145,7 +146,7 @@ class _GivesBack(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self._operations:
+        if func not in self._operations or not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         assert self._place < len(self._results), f"{func} was not called in the forward pass"
         kept, self._results[self._place] = self._results[self._place], None

@@ -16,7 +16,6 @@ from shardwise.families import (
     HAS_OWN_MASK,
     HIDES_CHOICE,
     KeyChoice,
-    KeysSoFar,
     Mask,
     attention_span,
     is_own_mask,
@@ -192,6 +191,6 @@ def _chosen_keys(choice: KeyChoice, *, layout: PackedLayout) -> list[Tensor | No
         def pick(tensor: Tensor, tokens: slice = slice(start, start + count * length), length: int = length) -> Tensor:
             return tensor[0, tokens].unflatten(0, (-1, length))
 
-        chosen.append(None if length <= choice.num_keys else choice.of_whole(length, KeysSoFar(), pick))
+        chosen.append(None if length <= choice.num_keys else choice.of_whole(length, pick)[0])
         start += count * length
     return chosen

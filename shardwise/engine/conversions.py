@@ -104,8 +104,8 @@ class ImportBlock:
         return isinstance(merge, MergeModulelist) and merge.dim == 0 and all(_keeps_rows(op) for op in rest)
 
     def takes(self, shape: tuple[int, ...], written: tuple[int, ...]) -> bool:
-        """Returns whether a stored tensor may have this shape, where one that is written has another: transformers reads
-        some transposed too (the fused experts of Qwen3-VL-MoE, as the hub has them)."""
+        """Returns whether a stored tensor may have this shape, though a written one has another: transformers also
+        reads some transposed (the fused experts of Qwen3-VL-MoE, as the hub has them)."""
         dims = list(range(len(shape)))
         for operation in [] if self._transform.converter is None else self._transform.converter.operations:
             if isinstance(operation, Transpose) and operation.check_dims and shape != written:

@@ -1,6 +1,6 @@
 """What is known about model families: which are proven or refused, and where their parts are. Loads no model."""
 
-from shardwise.families.key_choice import HIDES_CHOICE, KeyChoice, KeysSoFar, defer_choices, lacks_choice
+from shardwise.families.key_choice import HIDES_CHOICE, KeyChoice, defer_choices, lacks_choice
 from shardwise.families.masks import HAS_OWN_MASK, Mask, attention_span, is_own_mask, mask_as_span
 from shardwise.families.proven import (
     CHECKS,

@@ -9,13 +9,15 @@ Shapes: n sequences of L tokens, Q queries of each, D hidden size, d head dim of
 
 import inspect
 from collections.abc import Callable
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
-from shardwise.families.support import INDEXED, indexers
+from shardwise.families.support import INDEXED, decoder_layers, indexers
 
 _QUERIES_AT_ONCE = 512
 """Queries per call of an indexer, which scores every key for every query and head in float32."""
@@ -84,41 +86,48 @@ class KeyChoice:
         (answer,) = self._answer
         return answer
 
-    @torch.no_grad()
-    def among(self, seen: Tensor, keys: IndexerKeys, pick: Callable[[Tensor], Tensor]) -> Tensor:
+    def among(self, seen: Tensor, keys: IndexerKeys) -> Tensor:
         """Has the indexer choose among the keys that queries may see.
 
         Args:
-            seen: bool [n or 1, Q, L], keys that a query may see at all.
-            pick: takes a tensor [B, t, ...], as the layer got it, and returns the queries' part of it, [n, Q, ...].
+            seen: bool [B or 1, t, L], keys that a query may see at all.
         Returns:
-            bool [n, Q, L], True for the keys that are chosen.
+            bool [B, t, L], True for the keys that are chosen.
         """
-        picked = {name: _picked(value, pick) for name, value in self._arguments.items()}
-        places: Tensor = self._indexer(**picked | {"attention_mask": seen, "cache": keys})
+        return self._ask(self._arguments, seen, keys)
+
+    def of_whole(self, length: int, pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Chooses keys for whole sequences, a block of queries of one sequence at a time.
+
+        Args:
+            length: L, the tokens of each sequence.
+            pick: takes a tensor [B, t, ...], as the layer got it, and returns the sequences' part of it, [n, L, ...].
+        Returns:
+            bool [n, L, L], True for the keys that a query sees; and the indexer's keys of all tokens, [n, L, d].
+        """
+        sequences = _picked(self._arguments, pick)
+        count, device = len(sequences["hidden_states"]), sequences["hidden_states"].device
+        chosen = torch.zeros(count, length, length, dtype=torch.bool, device=device)
+        keys = [KeysSoFar() for _ in range(count)]
+        for number, read in enumerate(keys):
+            for start in range(0, length, _QUERIES_AT_ONCE):
+                stop = min(start + _QUERIES_AT_ONCE, length)
+                place = (slice(number, number + 1), slice(start, stop))
+                seen = torch.ones(1, stop - start, stop, dtype=torch.bool, device=device).tril_(start)
+                block = _picked(sequences, itemgetter(place))
+                chosen[place][..., :stop] = self._ask(block, seen, read)
+        return chosen, torch.cat([read.all() for read in keys])
+
+    @torch.no_grad()
+    def _ask(self, arguments: dict[str, Any], seen: Tensor, keys: IndexerKeys) -> Tensor:
+        places: Tensor = self._indexer(**arguments | {"attention_mask": seen, "cache": keys})
         chosen = torch.zeros(*places.shape[:2], seen.shape[-1], dtype=torch.bool, device=seen.device)
         return chosen.scatter_(-1, places.long(), True).logical_and_(seen)
 
-    def of_whole(self, length: int, keys: KeysSoFar, pick: Callable[[Tensor], Tensor]) -> Tensor:
-        """Chooses keys for whole sequences of L = `length` tokens: bool [n, L, L], True = seen.
-
-        `pick` takes the sequences out of a tensor [B, t, ...] as [n, L, ...]. Afterwards `keys` holds all their keys.
-        """
-        rows = []
-        for start in range(0, length, _QUERIES_AT_ONCE):
-            stop = min(start + _QUERIES_AT_ONCE, length)
-            seen = torch.ones(stop - start, stop, dtype=torch.bool, device=self._device).tril_(start)[None]
-            chosen = self.among(seen, keys, lambda tensor, block=slice(start, stop): pick(tensor)[:, block])  # type: ignore[misc]
-            rows.append(nn.functional.pad(chosen, (0, length - stop)))
-        return torch.cat(rows, dim=1)
-
-    @property
-    def _device(self) -> torch.device:
-        hidden: Tensor = self._arguments["hidden_states"]
-        return hidden.device
-
 
 def _picked(value: Any, pick: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, dict):
+        return {name: _picked(part, pick) for name, part in value.items()}
     if isinstance(value, tuple):
         return tuple(_picked(part, pick) for part in value)
     return pick(value) if isinstance(value, Tensor) else value
@@ -136,9 +145,19 @@ class DeferredIndexer(ActivationWrapper):
 
 
 def defer_choices(model: Any) -> None:
-    """Wraps the indexers of a model in DeferredIndexer, in place."""
+    """Wraps the indexers of a model in DeferredIndexer, in place. A layer gives its choice only to one that shares it:
+    checkpointing would keep what a layer is given, and with it the mask of every layer."""
     for path, indexer in indexers(model).items():
         model.set_submodule(path, DeferredIndexer(indexer))
+    for layer, following in pairwise(decoder_layers(model)):
+        if any(isinstance(part, DeferredIndexer) for part in following.modules()):
+            layer.register_forward_hook(_keep_choice_back)
+
+
+def _keep_choice_back(_layer: nn.Module, _args: Any, output: Any) -> Any:
+    if not isinstance(output, tuple):
+        return output
+    return tuple(None if isinstance(part, KeyChoice) else part for part in output)
 
 
 def lacks_choice(attention: nn.Module, indices: Any) -> bool:

@@ -85,7 +85,8 @@ def _reason(model: Any, has_projection: bool) -> str | None:
 
 def _ignored_transform(model: Any) -> str | None:
     """Returns the config key of a logit transform that the language model applies and the class of the whole checkpoint
-    does not: that class has an output projection of its own, and some omit what follows it (Gemma 3, Aya Vision)."""
+    does not: that class has an output projection of its own, and some omit what follows it (Gemma 3, Aya Vision).
+    That its forward names the key stands for that it applies it."""
     config = model.config.get_text_config()
     if config is model.config:
         return None

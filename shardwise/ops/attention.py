@@ -174,6 +174,7 @@ def packed_attention(
     if kernel is not None:
         return kernel(query, key, value, layout, scaling=scaling, window=window, softcap=softcap)
     sizes = [count * length for count, length in layout.runs]
+    assert chosen is None or window is None, "no family has both"
     masks = [None] * len(sizes) if chosen is None else [None if one is None else one[:, None] for one in chosen]
     outputs = []
     for (count, length), q, k, v, mask in zip(

@@ -23,7 +23,6 @@ from shardwise.families import (
     HAS_OWN_MASK,
     HIDES_CHOICE,
     KeyChoice,
-    KeysSoFar,
     Mask,
     attention_span,
     is_own_mask,
@@ -46,6 +45,7 @@ from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.mixer_states import MixerStates, places_by_length
 
 CACHED_ATTENTION = "shardwise_cached"
+_UNBOUNDED = (0.0, math.inf)
 _SPAN_STEP = 64
 """On a GPU, decode steps read a multiple of this many cache positions."""
 _CACHE_PARAMETERS = ("cache", "cache_params", "past_key_values")
@@ -201,6 +201,7 @@ class KVCache:
         `choice` is given in layers with an indexer."""
         self._layers_seen.append(layer)
         chosen = None if choice is None else choice.once(self._chosen_keys)
+        assert chosen is None or window is chunk is None, "no family has both"
         fits = VARLEN_READS_CACHES and chunk is None and softcap is None and choice is None
         is_varlen = fits and varlen_problem(query, value, sinks=sinks) is None
         kernels = self._kernels if choice is None else None
@@ -246,18 +247,16 @@ class KVCache:
         if self._capacity_tokens <= choice.num_keys:
             return None
         if self._prefill is None:
-            keys = _RowKeys(self._index_keys[layer], self._rows, self._positions, self._span)
-            return choice.among(self._mask(None, None)[:, 0], keys, lambda tensor: tensor)[:, None]
+            stored = _RowKeys(self._index_keys[layer], self._rows, self._positions, self._span)
+            return choice.among(self._mask(None, None)[:, 0], stored)[:, None]
         longest, num_prompts = max(self._prompts_by_length), len(self._prefill)
         chosen = torch.ones(longest, longest, dtype=torch.bool, device=self._device).tril_().repeat(num_prompts, 1, 1)
         for length, places in self._prompts_by_length.items():
-            read = KeysSoFar()
             of_prompts = partial(_first_tokens, places, length)
-            chosen[places, :length, :length] = choice.of_whole(length, read, of_prompts)
+            chosen[places, :length, :length], keys = choice.of_whole(length, of_prompts)
             if layer not in self._index_keys:
-                shape = (self._num_rows, self._capacity_tokens, read.all().shape[-1])
-                self._index_keys[layer] = read.all().new_zeros(shape)
-            self._index_keys[layer][self._prefill[places], :length] = read.all()
+                self._index_keys[layer] = keys.new_zeros(self._num_rows, self._capacity_tokens, keys.shape[-1])
+            self._index_keys[layer][self._prefill[places], :length] = keys
         return chosen[:, None]
 
     def _storage(
@@ -312,7 +311,7 @@ class CachedMixer(ActivationWrapper):
         """`cache_parameter`: the name of the cache parameter of the mixer's forward."""
         super().__init__(mixer)
         self._cache_parameter = cache_parameter
-        if getattr(mixer, "time_step_limit", (0.0,))[0] > 0:
+        if tuple(getattr(mixer, "time_step_limit", None) or _UNBOUNDED) != _UNBOUNDED:
             in_proj: Any = mixer.in_proj
             in_proj.register_forward_hook(partial(_bound_time_steps, mixer))
 
@@ -354,15 +353,23 @@ def _first_tokens(places: list[int], length: int, tensor: Tensor) -> Tensor:
 
 
 def _bound_time_steps(mixer: Any, _in_proj: nn.Module, _args: Any, projected: Tensor) -> None:
-    """Bounds the time steps of a state space (Mamba-2) that have a minimum, in place, before the softplus.
-    transformers bounds them after the softplus for whole sequences, and not at all for a single further token.
+    """Bounds the time steps of a state space (Mamba-2), in place, before their softplus. transformers bounds them after
+    the softplus for whole sequences, and not at all for a single further token.
 
     Args:
-        projected: [rows, L, ...], whose last num_heads entries are the time steps.
+        projected: [rows, L, ...]; the last num_heads of each token are its time steps.
     """
-    least = math.log(math.expm1(mixer.time_step_limit[0])) - mixer.dt_bias
     steps = projected[..., -mixer.num_heads :]
-    torch.maximum(steps, least.to(steps.dtype), out=steps)
+    limits = (_before_softplus(limit) - mixer.dt_bias for limit in mixer.time_step_limit)
+    if (factors := getattr(mixer, "mup_vector", None)) is not None:  # Falcon-H1 multiplies by them after in_proj
+        limits = (limit / factors[0, 0, -mixer.num_heads :] for limit in limits)
+    least, most = (limit.to(steps.dtype) for limit in limits)
+    torch.clamp(steps, min=least, max=most, out=steps)
+
+
+def _before_softplus(value: float) -> float:
+    """Returns the number whose softplus is `value`; -inf for 0."""
+    return value + math.log(-math.expm1(-value)) if value > 0 else -math.inf
 
 
 def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int) -> Tensor:
@@ -393,6 +400,11 @@ def _cached_attention(
 ) -> tuple[Tensor, None]:
     """The registered attention function: query [B, H, L, d], s_aux [H] -> [B, L, H, dv]. `indices` is given in layers
     with an indexer."""
+    if indices is not None and torch.compiler.is_compiling():  # a graph cannot hold what is chosen
+        kwargs = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        return _uncompiled_attention(
+            module, query, key, value, attention_mask, kv_cache=kv_cache, indices=indices, **kwargs
+        )
     if kv_cache is None:
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {DROPS_KEYWORDS}")
     if is_own_mask(attention_mask):
@@ -402,12 +414,14 @@ def _cached_attention(
     window, chunk = attention_span(module, attention_mask, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
     options: dict[str, Any] = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
-    if indices is not None:
-        out = torch.compiler.disable(kv_cache.attend)(layer, query, key, value, choice=indices, **options)
+    if torch.compiler.is_compiling():
+        out = _attend_in_graph(layer, query, key, value, **options)
     else:
-        attention = _attend_in_graph if torch.compiler.is_compiling() else kv_cache.attend
-        out = attention(layer, query, key, value, **options)
+        out = kv_cache.attend(layer, query, key, value, choice=indices, **options)
     return out.transpose(1, 2).contiguous(), None  # some families call view on it
+
+
+_uncompiled_attention = torch.compiler.disable(_cached_attention)
 
 
 @torch.library.custom_op("shardwise::cached_attention", mutates_args=())

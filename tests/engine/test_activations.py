@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine, activations
-from shardwise.engine.activations import ATTENTION_OPS, MATMUL_OPS, checkpoint_layers
+from shardwise.engine.activations import ATTENTION_OPS, MATMUL_OPS, _GivesBack, _Keeps, checkpoint_layers
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers
 from shardwise.ops import PackedLayout, plain_name
@@ -318,3 +318,19 @@ def test_what_a_layer_changes_in_place_is_kept_as_it_was(run_ranks, tmp_path, na
     for key, gradient in expected.items():
         torch.testing.assert_close(found[key], gradient, rtol=0, atol=1e-6 * gradient.abs().max().item(), msg=key)
         assert gradient.any(), key
+
+
+def test_what_is_computed_without_gradients_is_neither_kept_nor_counted():
+    """The scores of an indexer, which are far larger than what they choose."""
+    product, results = torch.ops.aten.mm.default, []
+    left, right = torch.randn(3, 4), torch.randn(4, 5)
+    with _Keeps(frozenset([product]), results):
+        with torch.no_grad():
+            left @ right
+        expected = [left @ right, left @ right]
+    assert [result is not None for result in results] == [False, True]
+    with _GivesBack(frozenset([product]), results):
+        with torch.no_grad():
+            left @ right
+        found = [left @ right, left @ right]
+    assert torch.equal(found[1], expected[1])

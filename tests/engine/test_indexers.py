@@ -54,12 +54,10 @@ def scored(folder, lengths, keys):
 
 @pytest.mark.parametrize(
     ("lengths", "num_asked"),
-    [([9, 2, CHOSEN, 7, 7, CHOSEN + 1], 3), ([2, CHOSEN, CHOSEN, 1], 0)],
+    [([9, 2, CHOSEN, 7, 7, CHOSEN + 1], 4), ([2, CHOSEN, CHOSEN, 1], 0)],
     ids=["long and short", "short"],
 )
-def test_an_indexer_is_asked_for_runs_of_sequences_with_more_tokens_than_it_chooses(
-    run_ranks, tmp_path, lengths, num_asked
-):
+def test_an_indexer_is_asked_for_sequences_with_more_tokens_than_it_chooses(run_ranks, tmp_path, lengths, num_asked):
     """Once, by the layer it is in; the next one shares what it found."""
     model = save_model(FAMILY, FAMILIES[FAMILY], tmp_path)
     ((found, asked),) = run_ranks(scored, 1, str(tmp_path), lengths, {})

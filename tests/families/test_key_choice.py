@@ -7,7 +7,7 @@ import torch
 from family_checks import sequences
 from family_table import FAMILIES, random_model
 
-from shardwise.families import KeyChoice, KeysSoFar, defer_choices, indexers, lacks_choice
+from shardwise.families import KeyChoice, defer_choices, indexers, lacks_choice
 from shardwise.families.support import INDEXED
 
 KINDS = ["deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text", "hy_v4"]
@@ -56,9 +56,9 @@ def test_blocks_of_queries_choose_what_all_of_them_choose(monkeypatch, family, a
     (layer, *_) = model.model.layers
     choice = layer.self_attn.indexer(hidden, low_rank, rotation, "not yet", positions, cache=None)
     assert choice.num_keys == model.config.index_topk
-    keys = KeysSoFar()
-    assert torch.equal(choice.of_whole(LENGTH, keys, whole), expected)
-    assert keys.all().shape == (2, LENGTH, model.config.index_head_dim)
+    chosen, keys = choice.of_whole(LENGTH, whole)
+    assert torch.equal(chosen, expected)
+    assert keys.shape == (2, LENGTH, model.config.index_head_dim)
     assert choice.key_bytes == 4 * model.config.index_head_dim
 
 
@@ -72,9 +72,23 @@ def test_layers_that_share_a_choice_ask_once_and_names_of_weights_stay():
     assert list(model.state_dict()) == names
     choice = model.get_submodule(path)(*inputs(model)[:3], None, inputs(model)[3])
     assert asked.num_calls == 0
-    first = choice.once(lambda choice: choice.of_whole(LENGTH, KeysSoFar(), whole))
+    first = choice.once(lambda choice: choice.of_whole(LENGTH, whole))
     assert choice.once(lambda _: pytest.fail("asked again")) is first
-    assert asked.num_calls == 1
+    assert asked.num_calls == 2, "of two sequences"
+
+
+def test_a_layer_gives_its_choice_to_none_that_has_an_indexer_of_its_own():
+    options = {"num_hidden_layers": 3, "indexer_types": ["full", "full", "shared"]}
+    model = random_model("glm_moe_dsa", FAMILIES["glm_moe_dsa"] | options)
+    defer_choices(model)
+    given = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _module, _args, kwargs: given.append(type(kwargs["prev_topk_indices"])), with_kwargs=True
+        )
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None, KeyChoice(torch.nn.Module(), {}))
+    model(torch.arange(3, 9)[None])
+    assert given == [type(None), type(None), KeyChoice]
 
 
 def test_an_attention_that_hears_nothing_of_its_indexer_is_told_from_others():

@@ -12,8 +12,8 @@ from shardwise.families.key_choice import DeferredIndexer
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest
 
-KINDS = ["deepseek_v32", "glm_moe_dsa"]
-"""An indexer in every layer; one that the second layer shares."""
+KINDS = ["deepseek_v32", "glm_moe_dsa", "dots3_note_text", "hy_v4"]
+"""An indexer in every layer; one that the second layer shares; one beside layers without; attention sinks."""
 MAX_TOKENS = 7
 
 
@@ -96,9 +96,14 @@ def test_the_keys_of_indexers_count_as_cache(tmp_path):
 
 
 @pytest.mark.full
-def test_compiled_decoding_sees_the_keys_that_indexers_choose(tmp_path):
-    model = save("glm_moe_dsa", tmp_path)
+def test_compiled_decoding_sees_the_keys_that_indexers_choose(tmp_path, caplog):
+    """In more layers than torch compiles one function for."""
+    num_layers = torch._dynamo.config.recompile_limit + 2
+    model = save(
+        "glm_moe_dsa", tmp_path, num_hidden_layers=num_layers, indexer_types=["full", "shared"] * (num_layers // 2)
+    )
     asked = requests()
     for request, group in zip(asked, open_engine(tmp_path, compile_decode=True).generate(asked), strict=True):
         for completion in group:
             require_logprobs_of(model, request, completion)
+    assert "recompile_limit" not in caplog.text

@@ -59,6 +59,15 @@ def test_completions_of_a_group_go_on_from_the_state_of_its_prompt(saved):
             require_logprobs_of(model, request, completion)
 
 
+@pytest.mark.parametrize("limits", [(0.0, 0.1), (0.05, 0.5)])
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1"])
+def test_time_steps_of_a_further_token_are_bounded_as_those_of_a_prompt(tmp_path, family, limits):
+    model = save_model(family, FAMILIES[family] | {"time_step_limit": limits}, tmp_path)
+    asked = requests(num_completions=1)
+    for request, (completion,) in zip(asked, open_engine(tmp_path).generate(asked), strict=True):
+        require_logprobs_of(model, request, completion)
+
+
 def test_draws_do_not_depend_on_what_is_decoded_beside_them(saved):
     folder, _ = saved
     few, many = (open_engine(folder, max_rows=rows).generate(requests()) for rows in (2, 12))
