@@ -13,21 +13,21 @@ import torch.distributed as dist
 from shardwise.controller.restarts import torchrun_restarts_done
 
 _ATTEMPTS = "attempts"
-"""How many there have been, counted by the rank 0 of each."""
+"""Key of the number of attempts so far; rank 0 of each adds one."""
 _RESTARTS, _PRESENT = "restarts", "present"
-"""In the store of one attempt."""
+"""Keys in the store of one attempt: restarts so far, and the words of the ranks that are in it."""
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.5
 
 
 def join_attempt(rank: int, world_size: int, store: dist.Store, *, timeout_seconds: float) -> dist.Store:
-    """The part of a store that belongs to the newest attempt alone, once all ranks are in it.
+    """Returns the part of a store that belongs to the newest attempt alone, once all ranks are in it.
 
-    Rank 0 numbers the attempt, and the others answer. An answer carries a word of this very process, and a rank goes on
-    with an attempt that was complete with its word in it: one of the past was so with another one.
+    Rank 0 numbers the attempt, and the others answer, each with a random word of its own process. A rank goes on with
+    an attempt once it is complete and has that word: an earlier attempt was completed with another word.
 
     Waits for: every other rank. Unblocked by: the timeout.
     Raises:
-        RuntimeError: ranks that did not come.
+        RuntimeError: a rank did not come; names those that are missing.
     """
     others = range(1, world_size)
     if rank == 0:
@@ -56,13 +56,13 @@ def join_attempt(rank: int, world_size: int, store: dist.Store, *, timeout_secon
     if _wait(is_present, timeout_seconds):
         return _store_of(newest, store)
     attempt = _store_of(newest, store)
-    answered = newest > 0 and not attempt.check([_PRESENT])  # else rank 0 of the newest attempt is one of the past
+    answered = newest > 0 and not attempt.check([_PRESENT])  # else the newest rank 0 is a past one
     raise _absent([other for other in others if answered and not attempt.check([_answer_of(other)])] or [0])
 
 
 def restarts_done(store: dist.Store) -> int:
-    """How often torchrun has started the ranks of this store again: the same on all."""
-    return int(store.get(_RESTARTS)) if store.check([_RESTARTS]) else torchrun_restarts_done()  # of one rank alone
+    """Returns how often torchrun has restarted the ranks of this store; the same number on all of them."""
+    return int(store.get(_RESTARTS)) if store.check([_RESTARTS]) else torchrun_restarts_done()  # rank 0 of 1
 
 
 def _store_of(attempt: int, store: dist.Store) -> dist.Store:
@@ -74,7 +74,7 @@ def _answer_of(rank: int) -> str:
 
 
 def _wait(is_over: Callable[[], bool], timeout_seconds: float) -> bool:
-    """Whether it was in time. Asks the store ever less often, for it may be asked by thousands."""
+    """Returns whether it was over in time. Asks the store less and less often, for thousands of ranks may ask it."""
     began = time.monotonic()
     while not is_over():
         waited = time.monotonic() - began

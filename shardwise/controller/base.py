@@ -9,21 +9,21 @@ class RankSilentError(RuntimeError):
 
 
 class RankStalledError(RuntimeError):
-    """A rank, such as rank 0, which the others wait for as long as it takes, does not go on."""
+    """A rank makes no progress, such as rank 0, for which the others wait without a deadline."""
 
 
 class WorkerGroup(Protocol):
     """Calls methods of a worker object that lives on every rank. Knows no machine learning."""
 
     size: int
-    """Ranks in the group."""
+    """Number of ranks in the group."""
     ranks: Sequence[int]
-    """Which ranks of the job they are."""
+    """The members, as ranks of the job."""
 
     @property
     def background(self) -> "WorkerGroup | None":
-        """Reaches the same ranks beside this group: its calls go on while those of this group do, to workers of their
-        own. None where there are none."""
+        """A second group of the same ranks with workers of its own, whose calls run alongside those of this group; None
+        if there is none."""
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls `worker.method(*args)` on every rank; returns the results by rank."""
@@ -31,13 +31,13 @@ class WorkerGroup(Protocol):
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
         """Calls `worker.method(shard, *args)` on every rank; returns one result for each shard.
 
-        Where there are fewer shards than ranks, as many neighbouring ranks get the same one (they work on it together),
-        and the first of them gives the result.
+        With fewer shards than ranks, each run of `size / len(shards)` neighboring ranks gets the same shard and works
+        on it together; the first of them gives the result.
         """
 
     def part(self, first: int, last: int, *, timeout_seconds: float, timeout_key: str) -> "WorkerGroup":
-        """The ranks from `first` to before `last`, as a group with a deadline of its own for answers, which the config
-        key `timeout_key` sets. Calls beside it keep their deadline."""
+        """Returns the members from `first` up to, not including, `last` as a group with its own deadline for answers,
+        which the config key `timeout_key` sets. Calls of its `background` keep their deadline."""
 
     def shutdown(self) -> None:
         """Ends the serving loop of every other rank."""

@@ -1,4 +1,4 @@
-"""Why a job failed: what its ranks leave in writing and how they ended, put together to one cause."""
+"""Why a job failed: finds the one cause in the notes that its ranks leave and in how they ended."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, wait_until_collec
 
 _TIMED_OUT = re.compile(r"timed out|timeout|waited \S+ s for", re.IGNORECASE)
 _LOST_PEER = re.compile(rf"peer|Connection|{_TIMED_OUT.pattern}", re.IGNORECASE)
-"""What torch's transports say of a rank that is gone or hangs."""
+"""Matches what torch's transports say when a rank is gone or hangs."""
 _NO_HOST_MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
-"""What torch's allocator says on a host."""
+"""Matches what torch's allocator says when the host has no memory left."""
 _VMSTAT = Path("/proc/vmstat")
 
 
@@ -33,32 +33,32 @@ class Note:
 
     rank: int
     time: float
-    """As time.monotonic(), which all processes of a machine share and nobody sets."""
+    """time.monotonic() of the failure: a clock that all processes of a machine share and nobody sets."""
     message: str
     traceback: str
     is_user_error: bool
     is_lost_peer: bool
-    """Another rank is gone, or hangs: not the cause."""
+    """Another rank is gone or hangs, so this failure is not the cause."""
     is_timeout: bool
     """The other rank hangs."""
     is_stalled: bool = False
-    """A rank does not go on: this one, or rank 0, which it waits for."""
+    """A rank makes no progress: this one, or rank 0, for which it waits."""
     lacks_host_memory: bool = False
-    """It asked for more than it could have."""
+    """It asked for more memory than the host had."""
     is_shared: bool = False
-    """Every rank says the same: one of them is enough."""
+    """Every rank reports the same, so that one report is enough."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Self:
-        """Of the error that ends this rank."""
+        """Makes the note for the error that ends this rank."""
         error = as_user_error(error)
         message, is_user_error = str(error) or type(error).__name__, isinstance(error, UserError)
-        if isinstance(error, SystemExit):  # of code that this one called
+        if isinstance(error, SystemExit):  # from code that this rank called
             message = f"something called sys.exit({error.code!r}), which ends no run; raise an error instead"
         is_silent, is_stalled = isinstance(error, RankSilentError), isinstance(error, RankStalledError)
         tells_all = is_silent or is_stalled or isinstance(error, PeerLostError | JudgeLostError)
         lacks_host_memory = _lacks_host_memory(error)
-        if lacks_host_memory or type(error).__name__ == "OutOfMemoryError":  # torch's, of a device
+        if lacks_host_memory or type(error).__name__ == "OutOfMemoryError":  # torch's error for a device
             message = f"out of memory: {message}; smaller micro-batches, activation checkpointing and offload need less"
         return cls(
             rank=rank,
@@ -74,7 +74,7 @@ class Note:
         )
 
     def leave(self, folder: Path) -> None:
-        """For `read_notes`."""
+        """Writes the note into `folder`, for `read_notes`."""
         partial = folder / f"failure-{self.rank}.partial"  # a rank may be ended while it writes
         partial.write_text(json.dumps(asdict(self)))
         partial.replace(partial.with_suffix(".json"))
@@ -88,22 +88,22 @@ class Failure:
     code: int = FAILURE
     traceback: str = ""
     may_pass: bool = True
-    """Whether the same command may do better: not after a mistake of the user's, nor after a signal that stops."""
+    """Whether the same command may succeed: not after a mistake of the user's, nor after a signal to stop."""
 
     def print(self) -> None:
-        """On stderr, the message last."""
+        """Prints it on stderr, the message last."""
         print(f"{self.traceback}error: {self.message}", file=sys.stderr)
 
     def end_process(self) -> None:
-        """Prints it and ends this process, whose main thread waits for another rank or for something else."""
+        """Prints it and ends this process at once, though its main thread is waiting."""
         self.print()
         sys.stderr.flush()
         os._exit(self.code)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether it only tells that another rank is gone or hangs: torch's transports raise RuntimeErrors for that, and
-    other kinds of errors are of what this rank did itself, whatever they say of connections."""
+    """Returns whether the error only tells that another rank is gone or hangs. torch's transports raise RuntimeErrors
+    for that; errors of other types come from what this rank did itself, even if they mention connections."""
     if isinstance(error, RankSilentError | PeerLostError):
         return True
     if isinstance(error, UserError | EngineLostError | RankStalledError) or not isinstance(error, RuntimeError):
@@ -118,8 +118,8 @@ def _lacks_host_memory(error: BaseException) -> bool:
 
 
 def note_failure(error: BaseException, rank: int) -> int:
-    """Called by a rank on its way out: leaves the reason for the launcher, or prints it where there is none,
-    one that all ranks share on rank 0.
+    """Reports the error that ends this rank: writes a note for the launcher, or without one prints the reason; a reason
+    that all ranks share is printed on rank 0 alone.
 
     Returns:
         The exit code.
@@ -138,7 +138,7 @@ def note_failure(error: BaseException, rank: int) -> int:
 
 
 def read_notes(folder: Path) -> list[Note]:
-    """Of the ranks that failed so far, the likeliest cause first."""
+    """Reads the notes of the ranks that have failed so far, the likeliest cause first."""
     notes = [Note(**json.loads(path.read_text())) for path in folder.glob("failure-*.json")]
     return sorted(notes, key=lambda note: (note.is_lost_peer, note.time))
 
@@ -153,21 +153,21 @@ def explain(
     num_killed: int,
     memory: MemoryHistory | None = None,
 ) -> Failure:
-    """The cause: a failing rank takes its peers with it, so what they say about a lost peer comes last.
+    """Returns the cause. A failing rank takes its peers with it, so what these say about a lost peer counts least.
 
     Args:
         codes: exit codes of the ranks that failed, from before the other ranks were ended, so that a signal among them
             did not come from the launcher.
         notes: from `read_notes`.
         places: for every rank, what it was doing, or "".
-        states: of ranks that did not answer, why, as in "is stopped".
+        states: for ranks that did not answer, why, as in "is stopped".
         idle: ranks that wait to be told what to do: they do not hang.
-        num_killed: processes on this machine that the kernel ended for want of memory since the job started.
-        memory: what the ranks held; None where nobody looked.
+        num_killed: processes on this machine that the kernel has killed for lack of memory since the job started.
+        memory: how much memory the ranks held; None if it was not sampled.
     """
     first = notes[0] if notes else None
     heard = {note.rank for note in notes}
-    by_signal = [rank for rank, code in codes.items() if code < 0 and rank not in heard]  # else on its way out
+    by_signal = [rank for rank, code in codes.items() if code < 0 and rank not in heard]  # others were on their way out
     if by_signal and (first is None or first.is_lost_peer):
         rank = by_signal[0]
         held = "" if memory is None or num_killed == 0 else memory.told(rank)
@@ -196,7 +196,7 @@ def explain(
 
 
 def num_killed_for_memory() -> int:
-    """Processes that the kernel of this machine ended for want of memory since it started; 0 where it does not tell."""
+    """Counts the processes that the kernel has killed for lack of memory since it started; 0 if it does not tell."""
     try:
         counts = dict(line.split() for line in _VMSTAT.read_text().splitlines())
     except OSError:
@@ -209,11 +209,11 @@ def _ended_by_signal(rank: int, number: int, place: str, num_killed: int, held: 
     cause = "; ".join(filter(None, ("out of memory: the kernel ended it", held)))
     memory = f" ({cause})" if number == signal.SIGKILL and num_killed else ""
     message = f"rank {rank} was ended by {name}{memory}{inside(place)}; the other ranks were stopped"
-    if number in STOP_SIGNALS:  # before the rank could take it as a wish
+    if number in STOP_SIGNALS:  # before the rank could handle it
         return Failure(message, code_of_signal(number), may_pass=False)
     return Failure(message)
 
 
 def inside(place: str) -> str:
-    """What a message says of an `Activity.place` behind what happened there."""
+    """Returns " in PLACE", to follow what happened there in a message; "" for an empty `Activity.place`."""
     return f" in {place}" if place else ""

@@ -21,22 +21,22 @@ from shardwise.processes import die_with
 from shardwise.scratch import scratch_folder
 
 STORE_VARIABLE = "SHARDWISE_STORE"
-"""The file through which ranks started by `launch` find each other: no port to choose, none to clash."""
+"""Environment variable: the file through which ranks of `launch` find each other, without a port that might clash."""
 LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER"
-"""The process that started the ranks; when it is gone they end."""
+"""Environment variable: id of the process that started the ranks, which end when it is gone."""
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""Every rank that torchrun started has it."""
+"""Environment variable of every rank that torchrun started."""
 STARTED_VARIABLE = "SHARDWISE_STARTED"
-"""When the job started, as time.monotonic()."""
+"""Environment variable: when the job started, as time.monotonic()."""
 PROCESS_STARTED = time.monotonic()
-"""The command imports this module before anything that takes time."""
+"""When this process started: the command imports this module before anything that takes time."""
 _POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0
-"""What ranks that wait in one collective get, after the first of them gave up, to say so too."""
+"""Time for the other ranks of a collective to report that they gave up, after the first of them did."""
 _LEAVE_SECONDS = 5.0
-"""What ranks get to leave by themselves."""
+"""Time for ranks to end by themselves."""
 _CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL}
-"""Exit codes of a rank that has left its stacks. NCCL ends a process by SIGABRT when a collective takes too long."""
+"""Exit codes of a rank that has written its stacks. NCCL ends a process by SIGABRT when a collective takes too long."""
 _STOPS: dict[int, str] = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "terminated",
@@ -60,11 +60,11 @@ def launch(
     SIGTERM, SIGINT and SIGHUP go to rank 0, which ends the job; a second one ends all ranks at once.
 
     Args:
-        stop_grace_seconds: what rank 0 allows itself for that.
+        stop_grace_seconds: how long rank 0 may take to end it.
         faults: the folder for reports of what every rank did when one hung or crashed.
-        stall: how long rank 0 may take to go on; None: as long as it wants.
+        stall: how long rank 0 may go without progress; None: no limit.
         restarts: decides whether a job that failed starts again.
-        without_saving: tells what became of a job that a second signal kept from saving.
+        without_saving: returns words on how a job ended that was kept from saving, as by a second signal.
         started: when the job began, as time.monotonic(); None: now.
     Returns:
         The job's exit code. Prints why it failed.
@@ -92,7 +92,7 @@ def launch(
             if again is None or asked:
                 return end.code
             command = again
-            variables[FAULT_PLAN_VARIABLE] = ""  # what is planned happens once
+            variables[FAULT_PLAN_VARIABLE] = ""  # planned faults happen only once
 
 
 def is_launched() -> bool:
@@ -106,8 +106,8 @@ def seconds_since_start() -> float:
 
 
 def die_with_launcher() -> None:
-    """Has the kernel end this rank when its launcher or torchrun is gone, whatever the rank is doing, also where it is
-    stopped, so that no orphan keeps a device. (torchrun leaves before its ranks at a third signal.)"""
+    """Has the kernel kill this rank when its launcher or torchrun is gone, whatever the rank is doing and even if it is
+    stopped, so that no orphan keeps a device. (At a third signal torchrun ends before its ranks.)"""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is not None:
         die_with(int(launcher))
@@ -117,7 +117,7 @@ def die_with_launcher() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Of one group of ranks."""
+    """How one group of ranks ended."""
 
     code: int
     failure: Failure | None = None
@@ -125,7 +125,7 @@ class _End:
 
 
 class _Ranks:
-    """The processes of one group. A context manager, which ends them."""
+    """The processes of one group of ranks. A context manager that kills them at the end."""
 
     def __init__(self, command: Sequence[str], nproc: int, folder: Path, variables: Mapping[str, str]) -> None:
         self.folder = folder
@@ -143,8 +143,8 @@ class _Ranks:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """By SIGKILL: a rank that has a handler for another signal may be in a collective, where it does not look. One
-        that the kernel does not let go is named and left."""
+        """Kills the ranks by SIGKILL: one that handles another signal may be in a collective, where Python runs no
+        handler. Names those that the kernel does not let end, and waits no longer for them."""
         for process in self.processes:
             process.kill()
         self.wait_for_all(_LEAVE_SECONDS)
@@ -155,7 +155,7 @@ class _Ranks:
             )
 
     def codes(self) -> dict[int, int]:
-        """Of those that have ended."""
+        """Returns rank -> exit code, for ranks that have ended."""
         codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
         return {rank: code for rank, code in codes.items() if code is not None}
 
@@ -164,11 +164,11 @@ class _Ranks:
         return list(self.codes().values()) == [0] * len(self.processes)
 
     def pids(self) -> dict[int, int]:
-        """Of those that live."""
+        """Returns rank -> process id, for ranks that live."""
         return {rank: process.pid for rank, process in enumerate(self.processes) if process.poll() is None}
 
     def wait_for_all(self, seconds: float) -> None:
-        """At most so long."""
+        """Waits until all ranks have ended, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self.pids() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -202,7 +202,7 @@ def _run(
     stall: StallLimit | None,
     without_saving: Callable[[], str] | None,
 ) -> _End:
-    """One group of ranks, from its start to its end. `asked` gets the numbers of signals that are to stop it."""
+    """Runs one group of ranks from start to end. `asked` gets the numbers of the signals that ask it to stop."""
     num_killed, memory = num_killed_for_memory(), MemoryHistory()
     with (
         scratch_folder() as folder,
@@ -228,8 +228,8 @@ def _run(
 
 
 def _wait(ranks: _Ranks, asked: list[int], memory: MemoryHistory, stall: StallLimit | None) -> None:
-    """Waits for all ranks to succeed, one to fail or to give up waiting for another, rank 0 to stall, or a signal.
-    Meanwhile it looks at what they hold."""
+    """Waits until all ranks have succeeded, one has failed or given up waiting for another, rank 0 stalls, or a signal
+    comes. Samples their memory meanwhile."""
     while not (asked or ranks.have_succeeded or any(ranks.codes().values()) or _is_hang(read_notes(ranks.folder))):
         memory.sample(ranks.pids())
         leader = Activity.read(ranks.folder, 0)
@@ -240,7 +240,7 @@ def _wait(ranks: _Ranks, asked: list[int], memory: MemoryHistory, stall: StallLi
 
 
 def _stop(ranks: _Ranks, asked: list[int], grace_seconds: float) -> None:
-    """Passes a signal on to rank 0 and waits for its end: at most the grace, not after a second signal."""
+    """Passes a signal on to rank 0 and waits for its end: little more than the grace, and not after a second one."""
     rank_0 = ranks.processes[0]
     rank_0.send_signal(asked[0])
     deadline = time.monotonic() + grace_seconds + _LEAVE_SECONDS
@@ -249,7 +249,7 @@ def _stop(ranks: _Ranks, asked: list[int], grace_seconds: float) -> None:
 
 
 def _diagnose(ranks: _Ranks, faults: Path | None, *, num_killed: int, memory: MemoryHistory) -> Failure:
-    """Why ranks failed; if one hangs or crashed, with a report of every rank in `faults`."""
+    """Explains why ranks failed; if one hangs or crashed, also writes a report of every rank into `faults`."""
     notes, codes = read_notes(ranks.folder), ranks.codes()
     reports: dict[int, str] = {}
     states: dict[int, str] = {}
@@ -280,6 +280,6 @@ def _is_hang(notes: Sequence[Note]) -> bool:
 
 
 def _activity(folder: Path, rank: int) -> Activity:
-    """Of any rank, with the step of rank 0, which they are all in."""
+    """Returns a rank's activity, with the step of rank 0, which all ranks are in."""
     own, leader = (Activity.read(folder, number) or Activity() for number in (rank, 0))
     return replace(own, step=leader.step)

@@ -1,4 +1,4 @@
-"""How much memory ranks held, as the launcher saw it: told of one that the kernel ended for want of it."""
+"""How much memory ranks held, as the launcher saw it: reported when one runs out of memory."""
 
 import math
 import os
@@ -19,21 +19,22 @@ class MemoryHistory:
         self._next = 0.0
 
     def sample(self, pids: Mapping[int, int]) -> None:
-        """Looks at these processes, by rank, if it is time to."""
+        """Samples these processes, given by rank, if the last sample is a second old."""
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + _SECONDS_BETWEEN
         for rank, pid in pids.items():
             num_bytes = _resident_bytes(pid)
-            if num_bytes:  # else it has ended
+            if num_bytes:  # 0: it has ended
                 self._samples[rank].append((now, num_bytes))
 
     def told(self, rank: int, until: float = math.inf) -> str:
-        """As in "it held 22.4 GiB, 30 s before 8.1 GiB, 59 s before 1.2 GiB"; empty where it was never seen.
+        """Returns text such as "it held 22.4 GiB, 30 s before 8.1 GiB, 59 s before 1.2 GiB"; "" if there are no
+        samples.
 
         Args:
-            until: as time.monotonic(); what the rank let go on its way out tells nothing.
+            until: as time.monotonic(): later samples are ignored, since a rank frees memory on its way out.
         """
         samples = [sample for sample in self._samples[rank] if sample[0] <= until]
         if not samples:
@@ -44,7 +45,7 @@ class MemoryHistory:
 
 
 def _resident_bytes(pid: int) -> int:
-    """0 where the process has ended, or on a system without /proc."""
+    """Resident bytes of a process; 0 if it has ended, or on a system without /proc."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

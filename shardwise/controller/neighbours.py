@@ -1,5 +1,5 @@
-"""Ranks that no launcher of ours watches hear at once that another one was killed: each waits for the farewell of the
-next, whose connection closes instead."""
+"""How ranks that our launcher does not watch notice at once that another one was killed: each waits for the farewell
+of the next rank, and if that was killed, its connection closes instead."""
 
 import threading
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ from shardwise.controller.process_group import Connections, Rank, another_connec
 from shardwise.controller.roll_call import RollCall
 
 _FAREWELL_TAG = 2
-"""Over the same connections travel commands, with 0, and shards for a checkpoint, with 1."""
+"""The same connections carry commands with tag 0 and shards for a checkpoint with tag 1."""
 _AS_LONG_AS_IT_LIVES = timedelta(days=30)
 
 
 @contextmanager
 def watching_neighbour(rank: Rank, links: Connections, store: dist.Store, *, timeout_seconds: float) -> Iterator[None]:
-    """Inside, a thread of this rank reports to rank 0 that the next one (after the last, the first) is lost when its
-    connection closes. Of ranks that die together the one before them tells: one thread each, not one of rank 0 for
-    every other. At the end, unless this rank has failed, it waits for the next one to be done too: an interpreter that
-    ends while a thread is in gloo may abort.
+    """Inside, a thread of this rank reports to rank 0 that the next rank (after the last, the first) is lost when its
+    connection closes. If several ranks die together, the one before them reports it; so each rank needs one thread,
+    and rank 0 none for every other rank. At the end, unless this rank has failed, it waits for the next one to be done
+    too: an interpreter that ends while a thread is in gloo may abort.
 
     Waits for: the next rank's farewell, at the end. Unblocked by: that, the end of its process, or `timeout_seconds`,
     when this process ends with an error that names it.
 
     Args:
-        links: of all ranks, and no other use of _FAREWELL_TAG on them.
-        store: that of all ranks.
+        links: connections of all ranks, on which nothing else uses _FAREWELL_TAG.
+        store: the store that all ranks share.
     """
     after, before = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
 

@@ -9,8 +9,8 @@ from typing import Any, TextIO, cast
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, sys.stdout and sys.stderr take what is printed as long as they lead somewhere. One that fails is told on
-    the other, and what goes there from then on is dropped: nothing of the job is lost, whose numbers are in files."""
+    """Inside, printing to sys.stdout and sys.stderr never fails. When one of them breaks, the other gets a warning, and
+    what is printed to the broken one is dropped from then on. No results are lost: the job's numbers are in files."""
     with (
         open(os.devnull, "w", encoding="utf-8") as nowhere,  # for a stream that was closed before the job began
         redirect_stdout(cast(TextIO, _Lasting(sys.stdout or nowhere, "standard output"))),
@@ -20,7 +20,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class _Lasting:
-    """A text stream that nobody has to read."""
+    """A text stream that drops its output once it cannot be written."""
 
     def __init__(self, stream: TextIO, title: str) -> None:
         self._stream = stream
@@ -47,7 +47,8 @@ class _Lasting:
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        """What the stream still holds goes the same way: Python flushes once more when the process ends."""
+        """Points the stream at the null device. What it still buffers goes there too: Python flushes once more when the
+        process ends."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

@@ -1,6 +1,6 @@
-"""Ranks that no launcher of ours watches, as under torchrun: the first that gives up on another asks all of its host,
-rank 0 hears of a signal to any and tells which rank is gone, and rank 0 and the others hear of each other that they
-live."""
+"""How ranks watch each other where no launcher of ours does, as under torchrun: the first that gives up on another one
+collects the stacks of all ranks of its host, rank 0 is sent a signal that any rank got and says which rank is gone, and
+rank 0 and the others exchange signs of life."""
 
 import os
 import signal
@@ -26,19 +26,19 @@ from shardwise.scratch import scratch_folder
 
 _ASKED = "asked"
 _STOP = "stop"
-"""In the store: the signal that a rank other than 0 was sent."""
+"""Key in the store: the signal that a rank other than 0 got."""
 _SIGNS = "signs_of_life"
-"""In the store: how many rank 0 has given."""
+"""Key in the store: how many signs of life rank 0 has given."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 _LEAST_SILENCE_SECONDS = 60.0
-"""Code that keeps Python from running silences rank 0 too."""
+"""Not less: native code that holds Python's lock keeps a living rank from giving signs of life too."""
 _LATER_SECONDS = 30.0
-"""That rank 0 waits longer than a collective would: that tells more."""
+"""How much longer rank 0 waits than a collective would, since the error of a collective tells more."""
 _LEAVE_SECONDS = 5.0
-"""What the rank that says why the job ends gets for that, before others of its host leave too: SETTLE_SECONDS,
-_ANSWER_SECONDS and a second more."""
+"""Time for the rank that reports why the job ends, before others of its host leave too: more than SETTLE_SECONDS and
+_ANSWER_SECONDS together."""
 _ANSWER_SECONDS = 2.5
-"""What the others get to answer: more than they take between two looks."""
+"""Time for the others to answer: more than _SECONDS_BETWEEN_LOOKS."""
 
 
 class Peers:
@@ -47,17 +47,17 @@ class Peers:
     def __init__(self, folder: Path, rank: Rank, reports: Path | None, store: dist.Store) -> None:
         """
         Args:
-            folder: where they keep their activity.
-            reports: the folder for what every rank did when one hung; None keeps nothing.
-            store: that of all ranks.
+            folder: where the ranks of this host keep their activity.
+            reports: the folder for reports of what every rank did when one hung; None writes none.
+            store: the store that all ranks share.
         """
         self._folder, self._rank, self._reports, self._store = folder, rank.rank, reports, store
         self._roll = RollCall(store, rank.rank, rank.world_size)
         self._second = SecondSignal()
 
     def pass_on(self, number: int) -> None:
-        """Lets rank 0, on whatever host, have the signal too: a host alone may be taken away. A second one ends this
-        rank, which may hang: torchrun sends it to every rank of its host, and waits for them."""
+        """Passes a signal on to rank 0, on whatever host: only one host may be about to be taken away. A second signal
+        ends this rank, which may hang: torchrun sends it to every rank of its host, and waits for them."""
         if self._second.has_come():
             time.sleep(_LEAVE_SECONDS)
             os._exit(code_of_signal(number))
@@ -65,8 +65,8 @@ class Peers:
             self._store.set(_STOP, str(number))
 
     def note_failure(self, error: BaseException) -> int:
-        """As `failures.note_failure`. If this rank waited in vain, the one that hangs is named, with all stacks; rank 0
-        names the one that is gone, or any rank of its host that waited in vain."""
+        """Does what `failures.note_failure` does. If this rank waited in vain, it also names the rank that hangs and
+        writes all stacks. The rank that is gone is named by rank 0, or by a rank of its host that waited in vain."""
         note = Note.of(error, self._rank)
         self._roll.leave(note)
         is_in_vain = note.is_timeout or note.is_stalled
@@ -79,7 +79,7 @@ class Peers:
             (self._folder / _ASKED).touch(exist_ok=False)
         except FileNotFoundError:  # the first rank of this host has left, and its folder with it
             return note_failure(error, self._rank)
-        except FileExistsError:  # another one asks already, and tells what it heard
+        except FileExistsError:  # another rank collects already, and reports what it finds
             wait_until_collected(self._folder)
             time.sleep(_LEAVE_SECONDS)
             return FAILURE
@@ -98,8 +98,8 @@ class Peers:
         return failure.code
 
     def _explain(self) -> tuple[Failure, list[int]]:
-        """Why this rank gives up, and the processes that it waited for."""
-        time.sleep(SETTLE_SECONDS)  # the others that wait in vain do not leave before they were asked
+        """Returns why this rank gives up, and the ids of the processes that hang."""
+        time.sleep(SETTLE_SECONDS)  # others that wait in vain stay until they are asked
         notes, activities = read_notes(self._folder), self._activities()
         pids = {rank: activity.pid for rank, activity in activities.items() if _is_alive(activity.pid)}
         errors = {note.rank: note.traceback or note.message for note in notes}
@@ -118,7 +118,7 @@ class Peers:
         return replace(failure, message=failure.message + stacks), hanging
 
     def _written(self, reports: Mapping[int, str]) -> str:
-        """Says where they are, behind what happened."""
+        """Writes the reports. Returns the end of a message that says where they are; "" if none are kept."""
         if self._reports is None:
             return ""
         try:
@@ -134,9 +134,10 @@ class Peers:
 
 @contextmanager
 def watched_by_peers(rank: Rank, store: dist.Store, reports: Path | None, *, timeout_seconds: float) -> Iterator[Peers]:
-    """Every rank of a host keeps its activity in one folder, which the first of them makes. Rank 0 is sent what others
-    pass on. They end when it has given no sign of life for `timeout_seconds`, at least a minute. It ends when one
-    of them is reported lost (`neighbours.py`) and does not answer, or gives no sign for half a minute more than that.
+    """Inside, ranks watch each other. Every rank of a host keeps its activity in one folder, which the first of them
+    makes, and rank 0 is sent the signals that others pass on. The others end when rank 0 has given no sign of life for
+    `timeout_seconds`, at least a minute. Rank 0 ends when one of them is reported lost (`neighbours.py`) and does not
+    answer, or has given no sign of life for half a minute more than that.
 
     Waits for: the first rank of the host. Unblocked by: the timeout of the store.
     """
@@ -169,9 +170,9 @@ def _watched_on_host(rank: Rank, store: dist.Store, reports: Path | None) -> Ite
 
 @contextmanager
 def _hearing(store: dist.Store, roll: RollCall, silence_seconds: float) -> Iterator[None]:
-    """Inside, rank 0 gives signs of life, is sent the first signal that another rank passes on, and ends where one is
-    lost, or silent for so long: it may wait for what no collective tells the end of, such as a judge, or that one's
-    part of a save."""
+    """Inside, rank 0 gives signs of life, is sent the first signal that another rank passes on, and ends when a rank is
+    lost, or silent for `silence_seconds`: no collective may be running that would notice, as while rank 0 waits for a
+    judge or for that rank's part of a save."""
 
     def hear(is_over: threading.Event) -> None:
         is_told = False
@@ -206,15 +207,15 @@ def _hearing(store: dist.Store, roll: RollCall, silence_seconds: float) -> Itera
 
 @contextmanager
 def _listening(store: dist.Store, roll: RollCall, silence_seconds: float, end: Callable[[], None]) -> Iterator[None]:
-    """Inside, this rank gives signs of life, and `end` is called where rank 0 gives none for so long: a host that loses
-    its power or its network closes no connection, and this rank would wait for its next command."""
+    """Inside, this rank gives signs of life, and `end` is called when rank 0 has given none for `silence_seconds`: a
+    host that loses its power or its network closes no connection, and this rank would wait on for its next command."""
     num_signs = 0
 
     def listen(is_over: threading.Event) -> None:
         nonlocal num_signs
         with suppress(RuntimeError):  # the store is gone: no sign comes any more
             while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
-                num_signs = store.add(_SIGNS, 0)  # of a host that vanished it waits for the answer
+                num_signs = store.add(_SIGNS, 0)  # blocks if the host of the store has vanished
                 roll.answer()
 
     def judge(is_over: threading.Event) -> None:
@@ -230,14 +231,14 @@ def _listening(store: dist.Store, roll: RollCall, silence_seconds: float, end: C
 
 
 class _Silences:
-    """How long ranks have given no new sign of life: counted in looks, not by the clock, for while this process is
-    stopped it hears nothing either."""
+    """How long ranks have given no new sign of life: counted in looks and not by the clock, because a process that is
+    stopped hears nothing either."""
 
     def __init__(self, signs: Mapping[int, object] = MappingProxyType({})) -> None:
         self._signs, self._seconds = signs, dict.fromkeys(signs, 0.0)
 
     def missed(self, signs: Mapping[int, object], seconds: float) -> list[int]:
-        """After one more look: the ranks that were silent for so long."""
+        """Takes the signs of one more look. Returns the ranks that have been silent for `seconds`."""
         self._seconds = {
             rank: self._seconds[rank] + _SECONDS_BETWEEN_LOOKS if self._signs.get(rank) == sign else 0.0
             for rank, sign in signs.items()
@@ -256,7 +257,7 @@ def _silent(whose: str, silence_seconds: float) -> Failure:
 
 @contextmanager
 def _threads(*bodies: Callable[[threading.Event], None]) -> Iterator[None]:
-    """They run inside, until the event that each is given."""
+    """Inside, each body runs in a thread until the event that it is given is set, at the end."""
     is_over = threading.Event()
     threads = [threading.Thread(target=body, args=[is_over], name=body.__name__, daemon=True) for body in bodies]
     for thread in threads:

@@ -18,10 +18,10 @@ _CONTROL_TIMEOUT = timedelta(days=30)
 
 
 class Connections(Protocol):
-    """What commands travel over: of torch's process groups, the part that needs no registration."""
+    """The connections that carry commands: the part of torch's process groups that needs no registration."""
 
     def size(self) -> int:
-        """How many ranks there are."""
+        """Returns the number of ranks."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Begins to send one tensor."""
@@ -32,7 +32,7 @@ class Connections(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """This process, as torchrun's or `launch`'s environment variables tell."""
+    """This process among the ranks, as the environment variables of torchrun or `launch` say."""
 
     rank: int
     world_size: int
@@ -40,20 +40,20 @@ class Rank:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """One process alone is rank 0 of 1."""
+        """Reads the variables; without them this is rank 0 of 1."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         return cls(*(int(os.environ.get(name, default)) for name, default in zip(names, ("0", "1", "0"), strict=True)))
 
 
 def backend_of(device_type: str) -> str:
-    """gloo for what lies on the host, and torch's default backend for tensors on the accelerator."""
+    """Returns gloo for tensors on the host, and torch's default backend for tensors on the accelerator."""
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:
-    """Where the ranks of this job leave what the others need to find them.
+    """Opens the store in which the ranks of this job leave what the others need to find them.
 
     Raises:
         ConfigError: the port that this job was given is taken.
@@ -82,12 +82,13 @@ def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """To the same store, for another thread: in that of `store` one may wait."""
-    return cast(Any, store).clone()  # which torch's stubs do not know
+    """Returns another connection to the same store, for another thread: `store` blocks its connection while a thread
+    waits on a key."""
+    return cast(Any, store).clone()  # missing in torch's stubs
 
 
 def connect(name: str, rank: Rank, store: dist.Store, *, timeout: timedelta) -> Connections:
-    """A gloo group of all ranks, of its own: what travels over it waits for nothing else. `name`: the same on all."""
+    """Makes a separate gloo group of all ranks, whose messages wait for no others. `name`: the same on all ranks."""
     group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank.rank, rank.world_size, timeout)
     return cast(Connections, group)
 
@@ -101,18 +102,18 @@ def process_group(
     num_together: int | None = None,
     store: dist.Store | None = None,
 ) -> Iterator[Connections]:
-    """Joins the default process group (gloo; beside it the accelerator's own) and leaves it at the end.
+    """Joins the default process group (gloo, and the accelerator's own backend beside it) and leaves it at the end.
 
     Args:
         device_type: where the model lives, such as "cpu"; a build of torch may know NCCL on a machine without a GPU.
         timeout_seconds: how long a collective of the model may wait for a rank.
-        num_together: so many ranks, the first ones, have the default process group; the others take commands alone.
+        num_together: number of ranks, the first ones, in the default process group; the others only take commands.
             None: all of them.
-        store: from `open_store`, which is called where it is None.
+        store: from `open_store`, which is called if it is None.
     Raises:
         RuntimeError: another rank did not come in time.
     Yields:
-        A gloo group of all ranks for commands. A rank may wait in it as long as the others are at work elsewhere; a
+        A gloo group of all ranks for commands. A rank may wait in it as long as the others work on something else; a
         rank that dies closes its connections, which ends the wait.
     """
     store = open_store(rank, timeout_seconds=timeout_seconds) if store is None else store
@@ -135,7 +136,7 @@ def process_group(
 
 @contextmanager
 def _joining(rank: Rank, timeout_seconds: int) -> Iterator[None]:
-    """Says of an error, such as "Wait timeout", whom it kept from what."""
+    """Adds to an error, such as "Wait timeout", which rank could not join."""
     try:
         yield
     except RuntimeError as error:
@@ -145,6 +146,6 @@ def _joining(rank: Rank, timeout_seconds: int) -> Iterator[None]:
 
 
 def _meet(rank: Rank, store: dist.Store) -> None:
-    """Waits for every rank to be there, as long as the store allows."""
+    """Waits until every rank is there, at most as long as the store's timeout."""
     store.set(f"present/{rank.rank}", "")
     store.wait([f"present/{other}" for other in range(rank.world_size)])

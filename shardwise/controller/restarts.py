@@ -1,4 +1,4 @@
-"""Starting a job again after a failure, as often as it was allowed and no longer than that helps."""
+"""Restarts a job after a failure, as often as it is allowed to and only while that helps."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -7,23 +7,23 @@ from shardwise.console import counted, tell
 from shardwise.controller.failures import Failure
 
 Mark = tuple[str, int]
-"""A checkpoint: where it is, and a number that tells it from another one in the same place."""
+"""A checkpoint: its path, and a number that tells it from another one at the same path."""
 _MOST_IN_VAIN = 2
-"""Restarts that end where the one before ended."""
+"""Most restarts in a row that end where the attempt before ended."""
 
 
 def torchrun_restarts_allowed() -> int:
-    """How often torchrun, which started this rank, may start it again; 0 without torchrun."""
+    """Returns how often torchrun may restart this rank; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def torchrun_restarts_done() -> int:
-    """How often it has."""
+    """Returns how often torchrun has restarted this rank; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Restarts:
-    """Decides after every failure of a job; prints what it decides."""
+    """Decides after every failure of a job whether it restarts, and prints the decision."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class Restarts:
     ) -> None:
         """
         Args:
-            command: how the job starts anew.
-            resuming_command: how it resumes from the newest checkpoint, once it has one.
-            newest_checkpoint: looks for it.
+            command: starts the job as before.
+            resuming_command: resumes it from the newest checkpoint, once it has saved one.
+            newest_checkpoint: returns the newest checkpoint, if there is one.
         """
         self._num_allowed = num_allowed
         self._command = command
@@ -48,10 +48,10 @@ class Restarts:
         self._ends: list[tuple[Mark | None, int | None]] = []
 
     def after(self, failure: Failure, step: int | None) -> Sequence[str] | None:
-        """The command to start the ranks with again; None where the job is over.
+        """Returns the command to restart the ranks with; None if the job is over.
 
         Args:
-            step: that the job was in; None before its first.
+            step: the step that the job was in; None before its first.
         """
         failure.print()
         if not failure.may_pass or self._num_allowed == 0:

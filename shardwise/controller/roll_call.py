@@ -1,5 +1,5 @@
-"""Which rank is gone, on whatever host: ranks that end leave word in the store of all, and those that live say so
-again and again."""
+"""Finds which rank is gone, on whatever host: ranks that end leave a note in the store that all share, and living ones
+keep answering there."""
 
 import json
 import socket
@@ -15,14 +15,14 @@ from shardwise.controller.failures import Failure, Note
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 _MOST_NAMED = 8
-"""Ranks. A host that is gone may have had more."""
+"""Most ranks that a message lists; a host that is gone may have had more."""
 _LOSSES = "roll/losses"
 DONE = b"done"
 """The last answer of a rank that is no longer needed."""
 
 
 class RollCall:
-    """Of all ranks, seen by one of them."""
+    """The roll call of all ranks, seen by one of them."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store, self._rank = store, rank
@@ -30,45 +30,45 @@ class RollCall:
         self._num_answers = 0
 
     def enter(self) -> None:
-        """Says where this rank is."""
+        """Records the host of this rank."""
         self._store.set(_host_of(self._rank), socket.gethostname())
 
     def answer(self) -> None:
-        """Says that this rank lives. Raises RuntimeError: the store is gone."""
+        """Records that this rank lives. Raises RuntimeError: the store is gone."""
         self._num_answers += 1
         self._store.set(_answer_of(self._rank), str(self._num_answers))
 
     def leave(self, note: Note) -> None:
-        """Says why this rank ends."""
+        """Records why this rank ends."""
         self._say(_note_of(self._rank), json.dumps(asdict(note)))
 
     def report_loss(self) -> None:
-        """Says that another rank closed its connection to this one without a farewell. Raises RuntimeError: the store
-        is gone."""
+        """Records that another rank closed its connection to this one without a farewell. Raises RuntimeError: the
+        store is gone."""
         self._store.add(_LOSSES, 1)
 
     def num_losses(self) -> int:
-        """That were reported. Raises RuntimeError: the store is gone."""
+        """Returns how many losses were reported. Raises RuntimeError: the store is gone."""
         return self._store.add(_LOSSES, 0)
 
     def has_left(self) -> bool:
-        """Whether this rank has said why it ends. Raises RuntimeError: the store is gone."""
+        """Returns whether this rank has recorded why it ends. Raises RuntimeError: the store is gone."""
         return self._store.check([_note_of(self._rank)])
 
     def finish(self) -> None:
-        """Says that this rank is no longer needed."""
+        """Records that this rank is no longer needed."""
         self._say(_answer_of(self._rank), DONE.decode())
 
     def answers(self) -> dict[int, bytes]:
-        """The last of each other rank that has given any. Raises RuntimeError: the store is gone."""
+        """Returns the last answer of each other rank that has given any. Raises RuntimeError: the store is gone."""
         ranks = self._others
         if not self._store.check([_answer_of(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if self._store.check([_answer_of(rank)])]
         return dict(zip(ranks, self._store.multi_get([_answer_of(rank) for rank in ranks]), strict=True))
 
     def why_one_is_lost(self, *, seconds: float) -> Failure | None:
-        """Why this rank lost another one: what that one said, or else that it is silent; None if all live, or where the
-        store is gone. The others get so many seconds to answer."""
+        """Returns why this rank lost another one: the reason that this one left, or else that it is silent; None if all
+        live, or if the store is gone. The others have `seconds` to answer."""
         try:
             before, silent = self.answers(), set(self._others)
             deadline = time.monotonic() + seconds
@@ -85,7 +85,7 @@ class RollCall:
             return None
 
     def named(self, ranks: Sequence[int]) -> str:
-        """Ranks with their hosts. Raises RuntimeError: the store is gone."""
+        """Lists ranks with their hosts, in words. Raises RuntimeError: the store is gone."""
         more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
         return ", ".join(f"rank {rank}{self._place(rank)}" for rank in ranks[:_MOST_NAMED]) + more
 

@@ -10,22 +10,22 @@ from contextlib import contextmanager, suppress
 from shardwise.controller.exit_codes import INTERRUPTED
 
 RANK_0_VARIABLE = "SHARDWISE_RANK_0"
-"""The process of the rank that decides, for the other ranks that `launch` started."""
+"""Environment variable of ranks other than 0 that `launch` started: id of the process of rank 0, which decides."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 COPIES_SECONDS = 5.0
-"""For so long after the first signal others count as copies of it."""
+"""How long after the first signal others count as copies of it."""
 
 
 class SecondSignal:
-    """Tells a second wish to stop from copies of the first, where no launcher of ours counts them: torchrun sends a
-    signal to every rank of its host, they pass it on to rank 0 in a second, and a scheduler may send its own to all
-    processes beside that."""
+    """Tells a second request to stop from copies of the first, where no launcher of ours counts them: torchrun sends a
+    signal to every rank of its host, these pass it on to rank 0 within a second, and a scheduler may also send its own
+    to all processes."""
 
     def __init__(self) -> None:
         self._first: float | None = None
 
     def has_come(self) -> bool:
-        """To be asked once at each signal."""
+        """Returns whether this signal is a second request; to be called once at each signal."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -35,7 +35,7 @@ class SecondSignal:
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
     """Inside, Ctrl-C ends this process with one line: libraries that are being imported turn a KeyboardInterrupt into
-    errors of their own. A process that ignores Ctrl-C, as jobs in the background do, goes on ignoring it. To be called
+    errors of their own. A process that ignores Ctrl-C, as jobs in the background do, keeps ignoring it. To be called
     in the main thread, while there is nothing to clean up."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
@@ -47,7 +47,7 @@ def interruptible_imports() -> Iterator[None]:
 
 
 def interrupted() -> int:
-    """Says that Ctrl-C ended this process; of many ranks the launcher speaks. Returns the exit code."""
+    """Prints that Ctrl-C ended this process, except in a rank of a job, whose launcher does. Returns the exit code."""
     if "RANK" not in os.environ:
         os.write(2, b"interrupted\n")
     return INTERRUPTED
@@ -55,9 +55,9 @@ def interrupted() -> int:
 
 @contextmanager
 def stop_signals(react: Callable[[int], None]) -> Iterator[None]:
-    """Inside, the signals that stop do nothing but call `react` with their number, in a thread of its own: the main
-    thread may be in a collective, where it does not look at signals. SIGHUP stays ignored where it is, as under nohup.
-    To be called in the main thread."""
+    """Inside, STOP_SIGNALS do nothing but call `react` with their number, in a separate thread: the main thread may be
+    in a collective, where Python handles no signals. SIGHUP stays ignored if it was, as under nohup. To be called in
+    the main thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
@@ -76,14 +76,14 @@ def stop_signals(react: Callable[[int], None]) -> Iterator[None]:
 
 
 def pass_on(number: int) -> None:
-    """What ranks other than 0 do with a signal where `launch` started them; under torchrun see `Peers.pass_on`."""
+    """Passes a signal on to rank 0, in another rank that `launch` started; for torchrun see `Peers.pass_on`."""
     if RANK_0_VARIABLE in os.environ:
         with suppress(ProcessLookupError):
             os.kill(int(os.environ[RANK_0_VARIABLE]), number)
 
 
 def _nothing(*_: object) -> None:
-    """Python writes the number to the wakeup descriptor only where there is a handler."""
+    """Handles a signal by doing nothing: without a handler Python writes no number to the wakeup descriptor."""
 
 
 def _read(reader: int, react: Callable[[int], None]) -> None:

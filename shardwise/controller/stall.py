@@ -1,6 +1,6 @@
-"""Rank 0 leads, and the others wait for it as long as it takes: who notices that it does not go on.
+"""Notices that rank 0, which leads and for which the others wait without a deadline, makes no progress.
 
-Under our launcher that is the launcher, which sees a stopped process too; elsewhere a thread of rank 0 itself.
+Our launcher does this, which also notices a stopped process; without it, a thread of rank 0 itself.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ _LONGEST_NAP_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StallLimit:
-    """How long rank 0 may take to go on."""
+    """How long rank 0 may go without progress."""
 
     seconds: float
     key: str
@@ -28,12 +28,12 @@ class StallLimit:
 
     @classmethod
     def of(cls, key: str, seconds: float | None) -> Self | None:
-        """As a config says it: None is no limit."""
+        """Makes the limit from a config value; None: no limit."""
         return None if seconds is None else cls(seconds, key)
 
     def error(self, activity: Activity) -> RankStalledError | None:
-        """What to say of a rank that has begun nothing new for too long; None: nothing. A wait that ends by itself
-        counts from its deadline on, for a process that is stopped keeps none."""
+        """Returns the error if rank 0 has made no progress for too long, else None. A wait with a deadline of its own
+        counts only from that deadline on: a process that is stopped does not keep it."""
         if activity.seconds <= self.seconds + activity.deadline_seconds:
             return None
         return RankStalledError(
@@ -44,7 +44,7 @@ class StallLimit:
 
 @contextmanager
 def watching_itself(limit: StallLimit | None, end: Callable[[RankStalledError], None]) -> Iterator[None]:
-    """Inside, a thread calls `end` where this rank does not go on."""
+    """Inside, a thread calls `end` if this rank makes no progress for longer than the limit."""
     if limit is None:
         yield
         return
@@ -66,7 +66,8 @@ def watching_itself(limit: StallLimit | None, end: Callable[[RankStalledError], 
 
 
 def with_own_stacks(error: RankStalledError, reports: Path | None) -> RankStalledError:
-    """Of a job of one process, which nobody else can ask: the error with where it hangs, and where its stacks are."""
+    """Returns the error extended by where this process hangs and where its stacks were written; for a job of one
+    process, which no other one can ask."""
     told = f"rank 0 hangs in {own_activity().place or 'its start'}: {error}"
     if reports is None:
         return RankStalledError(told)

@@ -1,8 +1,8 @@
-"""What every rank is doing, seen from outside: also of a rank that was killed, is stopped, or hangs in a library.
+"""Shows from outside what every rank is doing, even one that was killed, is stopped, or hangs in a library.
 
 A rank keeps its activity (step, phase, command) in a mapped file, and writes its Python stacks into another one when it
-gets SIGUSR1, or crashes. The launcher reads both and leaves them in the run's folder; where there is none of ours, as
-under torchrun, the first rank that gives up does (`peers.py`).
+gets SIGUSR1 or crashes. Our launcher reads both and writes them into the run's folder; without it, as under torchrun,
+the first rank that gives up does so (`peers.py`).
 """
 
 import faulthandler
@@ -21,18 +21,18 @@ from typing import Any, Self
 from shardwise.fault_plan import plan
 
 REPORTS = "faults"
-"""In an output folder: what every rank did when one of them hung or crashed."""
+"""Subfolder of an output folder for reports of what every rank did when one of them hung or crashed."""
 JOB_FOLDER_VARIABLE = "SHARDWISE_JOB_FOLDER"
-"""Where the launcher and its ranks leave files for each other."""
+"""Environment variable: the folder in which the launcher and its ranks leave files for each other."""
 _DUMP_SIGNAL = signal.SIGUSR1
 _DUMP_SECONDS = 2.0
-"""What a rank gets to write its stacks; a rank that gives up waits twice as long for the others to be asked."""
+"""Time for a rank to write its stacks; a rank that gives up waits at most twice as long for the others to be asked."""
 _POLL_SECONDS = 0.05
 _RECORD_BYTES = 512
 _WORD_CHARACTERS = 40
 _COLLECTED = "collected"
 _STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "waits inside the kernel"}
-"""Of /proc/PID/stat, those in which a process cannot answer."""
+"""States in /proc/PID/stat in which a process cannot answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,49 +40,49 @@ class Activity:
     """What a rank is doing."""
 
     step: int | None = None
-    """None before the first. Ranks that only serve hear of it with the first command in it."""
+    """None before the first. Ranks that only serve learn it from the first command of the step."""
     phase: str = ""
-    """Of the recipe, such as rollout or train; empty on ranks that only serve."""
+    """Phase of the recipe, such as rollout or train; empty on ranks that only serve."""
     command: str = ""
-    """The method that it serves or calls, and the first short text among its arguments, such as the role of an engine.
-    Of every thread that does."""
+    """The method that it serves or calls, and the first short text among its arguments, such as the role of an engine;
+    if several threads do, one such command for each."""
     since: float = 0.0
-    """When this began or last went on, as time.monotonic()."""
+    """When this activity began or last reported progress, as time.monotonic()."""
     deadline_seconds: float = 0.0
-    """How long its command may wait for other ranks before that ends by itself; 0 where the command does more."""
+    """How long its command may wait for other ranks before it raises by itself; 0 if it does more than wait."""
     serves: bool = False
-    """It does nothing but what it is told."""
+    """Whether it does nothing but serve commands."""
     pid: int = 0
-    """Of the rank's process."""
+    """Id of the rank's process."""
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Self | None:
-        """Of a rank; None where it keeps none, or did not get that far."""
+        """Reads the activity of a rank; None if it keeps none, or has not started keeping it."""
         try:
             return cls(**json.loads((folder / f"activity-{rank}").read_bytes()))
-        except (OSError, ValueError):  # ValueError: read in the middle of a change
+        except (OSError, ValueError):  # ValueError: read while it was being changed
             return None
 
     @property
     def place(self) -> str:
-        """As in "step 3, train, `train policy`"; empty where it is nowhere in particular."""
+        """Text such as "step 3, train, `train policy`"; empty if neither step, phase nor command is set."""
         step = "" if self.step is None else f"step {self.step}"
         command = f"`{self.command}`" if self.command else ""
         return ", ".join(part for part in (step, self.phase, command) if part)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits to be told what to do."""
+        """Whether it waits for a command."""
         return self.serves and not self.command
 
     @property
     def seconds(self) -> float:
-        """How long it has been there."""
+        """Seconds since the activity began or last reported progress."""
         return time.monotonic() - self.since
 
 
 class _Record:
-    """This rank's activity, in a file that outlives it where others look at it."""
+    """This rank's activity; if others watch it, also in a file that outlives the process."""
 
     def __init__(self, path: Path | None) -> None:
         self._map: mmap.mmap | None = None
@@ -101,7 +101,7 @@ class _Record:
             self._write(**fields)
 
     def command(self, command: str, deadline_seconds: float = 0.0) -> None:
-        """Sets what this thread serves or calls; "" for nothing."""
+        """Sets the command that this thread serves or calls; "" for none."""
         with self._lock:
             self._commands.pop(threading.get_ident(), None)
             if command:
@@ -119,11 +119,12 @@ class _Record:
 
 
 _record = _Record(None)
-"""Of this process."""
+"""The record of this process."""
 
 
 def be_watched(rank: int, folder: Path | None = None) -> None:
-    """Called by a rank when it starts. `folder`: where others look; None: that of the launcher, if there is one."""
+    """Begins to keep this rank's activity; called when the rank starts. `folder`: where others look for it; None: the
+    launcher's, if there is one."""
     global _record
     if folder is None:
         if JOB_FOLDER_VARIABLE not in os.environ:
@@ -133,53 +134,53 @@ def be_watched(rank: int, folder: Path | None = None) -> None:
     stacks = (folder / f"stacks-{rank}").open("w")  # stays open as long as this process lives
     faulthandler.enable(stacks)
     faulthandler.register(_DUMP_SIGNAL, stacks)
-    _record = _Record(folder / f"activity-{rank}")  # last: a rank that has one can take the signal
+    _record = _Record(folder / f"activity-{rank}")  # last: a rank that has a record can handle the signal
 
 
 def enter_step(step: int | None) -> None:
-    """Says which step the recipe begins: to whoever looks from outside, and to the fault plan."""
+    """Records which step the recipe begins, for those that watch from outside and for the fault plan."""
     plan().step = step
     _record.change(step=step, phase="")
 
 
 def enter_phase(phase: str) -> None:
-    """Says what the recipe does in its step; "" is nothing that has a name."""
+    """Records the phase of the recipe in its step; "" for one without a name."""
     _record.change(phase=phase)
 
 
 def enter_service() -> None:
-    """Says that this rank does nothing from here on but what it is told."""
+    """Records that this rank does nothing from here on but serve commands."""
     _record.change(serves=True)
 
 
 def go_on() -> None:
-    """Says that this rank gets on with what it does, where that may take hours."""
+    """Records progress within an activity that may take hours."""
     _record.change()
 
 
 def own_activity() -> Activity:
-    """Of this rank."""
+    """Returns this rank's activity."""
     return _record.activity
 
 
 @contextmanager
 def commanded(method: str, arguments: Sequence[Any], *, deadline_seconds: float = 0.0) -> Iterator[None]:
-    """The body serves or calls a method.
+    """Records that the body serves or calls a method.
 
     Args:
-        deadline_seconds: how long it may wait for other ranks, of which it hears nothing meanwhile, before it raises;
-            0 where it does more than that.
+        deadline_seconds: how long the body may wait for other ranks, without hearing from them, before it raises; 0 if
+            it does more than that.
     """
     texts = (argument for argument in arguments if isinstance(argument, str))
     word = next((text for text in texts if 0 < len(text) <= _WORD_CHARACTERS), "")
     _record.command(f"{method} {word}".rstrip(), deadline_seconds)
     yield
-    _record.command("")  # not after an error: then it tells where
+    _record.command("")  # kept after an error, to tell where it happened
 
 
 def wait_until_collected(folder: Path) -> None:
-    """Called by a rank that gives up waiting for another one, before it leaves: that would free or fail the others, and
-    what they are doing would be lost."""
+    """Waits until the stacks of all ranks are collected, for a few seconds at most. Called by a rank that gives up
+    waiting for another one, before it leaves: its end would free or fail the others, and their stacks would be lost."""
     collected = folder / _COLLECTED
     deadline = time.monotonic() + 2 * _DUMP_SECONDS
     while time.monotonic() < deadline and not collected.exists():
@@ -189,14 +190,14 @@ def wait_until_collected(folder: Path) -> None:
 def collect(
     folder: Path, ranks: Iterable[int], pids: Mapping[int, int], errors: Mapping[int, str]
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """What every rank is doing.
+    """Asks every rank for its stacks, and reports what it is doing.
 
     Args:
-        folder: where they are watched.
-        pids: by rank, of those that live.
-        errors: by rank, of those that are about to leave or have left.
+        folder: where the ranks keep their activity.
+        pids: rank -> process id, for ranks that live.
+        errors: rank -> error, for ranks that are about to leave or have left.
     Returns:
-        By rank: a report for people, with activity, error and stacks; and why it did not answer, of those that did not.
+        Rank -> a report for people, with activity, error and stacks; and, for ranks that did not answer, rank -> why.
     """
     silent = _ask(folder, pids)
     reports = {rank: _report(folder, rank, pids.get(rank), silent.get(rank), errors.get(rank, "")) for rank in ranks}
@@ -205,7 +206,7 @@ def collect(
 
 
 def write_reports(target: Path, reports: Mapping[int, str]) -> Path:
-    """Writes them into the next folder of `target` that is free, which is returned. Raises OSError."""
+    """Writes the reports into a new numbered subfolder of `target`, and returns that. Raises OSError."""
     target.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.name) for path in target.iterdir() if path.name.isdecimal()), default=0)
     chosen = target / str(number)
@@ -219,7 +220,7 @@ def write_reports(target: Path, reports: Mapping[int, str]) -> Path:
 
 
 def _ask(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
-    """Lets living ranks write their stacks. Returns by rank why it did not answer, of those that did not."""
+    """Has living ranks write their stacks. Returns, for ranks that did not answer, rank -> why."""
     watched = {rank: pid for rank, pid in pids.items() if Activity.read(folder, rank) is not None}
     files = {rank: folder / f"stacks-{rank}" for rank in watched}
     sizes = before = {rank: file.stat().st_size for rank, file in files.items()}

@@ -56,24 +56,24 @@ ADVANTAGES: Mapping[str, AdvantageFn] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """The samples of a step and what else their advantages are made of, in the same order."""
+    """The samples of a step, and what else their advantages are computed from, in the same order."""
 
     samples: Sequence[Sample]
     reward_parts: Mapping[str, Sequence[float]]
-    """Of every reward function its scores."""
+    """Name of the reward function -> its scores."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """Of every reward function its weight."""
+    """Name of the reward function -> its weight."""
     outcome_rewards: Sequence[float] | None = None
-    """Of every sample its reward before penalties, for gpg and maxrl."""
+    """Reward of each sample before penalties, for gpg and maxrl."""
     greedy_rewards: Sequence[float] | None = None
-    """Of every sample the reward of its prompt's greedy completion, for remax."""
+    """Reward of the greedy completion of each sample's prompt, for remax."""
     teacher_logprobs: Sequence[Tensor] | None = None
-    """[L] of every sample, for distillation."""
+    """[L] for each sample, for distillation."""
 
 
 def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) -> tuple[list[Sample], Metrics]:
-    """Adds advantages, and returns where there is a critic. A KL term in the reward is subtracted token by token before
-    them."""
+    """Adds advantages, and returns if there is a critic. A KL term in the reward is first subtracted from it token by
+    token."""
     samples = scored.samples
     loss_mask = padded([sample.loss_mask for sample in samples])
     token_rewards = outcome_token_rewards(torch.tensor([sample.reward for sample in samples]), loss_mask)
@@ -131,7 +131,7 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
 
 
 def _compared_rewards(scored: Scored, config: AlgorithmConfig) -> Tensor:
-    """[N, K]: what an estimator compares within groups; gdpo compares every function's rewards apart."""
+    """Returns the rewards that are compared within groups, [N, K]; gdpo compares each function's separately."""
     if config.advantage.name != "gdpo":
         return torch.tensor([[sample.reward] for sample in scored.samples])
     weights = _weights_of_parts(scored)
@@ -140,16 +140,16 @@ def _compared_rewards(scored: Scored, config: AlgorithmConfig) -> Tensor:
 
 
 def _weights_of_parts(scored: Scored) -> dict[str, float]:
-    """Those that a custom manager returns have none."""
+    """Returns the weight of each part; 1 for those that a custom manager returns, which have none."""
     return {name: scored.reward_weights.get(name, 1.0) for name in scored.reward_parts}
 
 
 def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Where the turns of completions are, and what they answered: the environment's tokens right before them, which
-    may be none, or the prompt.
+    """Numbers the turns of completions, and the states that they answered: the environment's tokens right before a
+    turn, which may be none, or the prompt.
 
     Returns:
-        turns [N, L] int64 of trained tokens, and states [N, K] int64, as `gigpo` takes them.
+        turns [N, L] int64 of trained tokens and states [N, K] int64, as `gigpo` takes them.
     """
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     turns, states = [], []
@@ -160,7 +160,7 @@ def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         turns.append((torch.searchsorted(torch.tensor(begins), places, right=True) - 1).clamp(min=0))
         trained = sample.loss_mask.nonzero().flatten().tolist()  # all that was sampled, or nothing
         num_before = [bisect_left(trained, begin) for begin in begins]
-        ends = [trained[number - 1] + 1 if number else 0 for number in num_before]  # of the turns before
+        ends = [trained[number - 1] + 1 if number else 0 for number in num_before]  # ends of the turns before
         answered = [tuple(sample.token_ids[end:begin].tolist()) for end, begin in zip(ends, begins, strict=True)]
         keys = [(sample.group, state) for state in answered]
         states.append(torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys]))
@@ -168,8 +168,8 @@ def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
 
 
 def with_overlong_penalty(samples: Sequence[Sample], config: AlgorithmConfig, *, max_tokens: int) -> list[Sample]:
-    """Subtracts DAPO's soft punishment from the rewards of completions that come close to `max_tokens`, which bounds
-    what was answered between the turns too."""
+    """Applies DAPO's soft punishment to the rewards of completions that come close to `max_tokens`. The length includes
+    what the environment said between the turns."""
     if config.overlong_penalty is None:
         return list(samples)
     lengths = torch.tensor([_num_response_tokens(sample) for sample in samples])
@@ -183,15 +183,15 @@ def with_overlong_penalty(samples: Sequence[Sample], config: AlgorithmConfig, *,
 
 
 def _num_response_tokens(sample: Sample) -> int:
-    """From the first trained token on."""
+    """Counts the tokens from the first trained one on."""
     return int(sample.loss_mask.cumsum(0).bool().sum())
 
 
 def with_rollout_correction(samples: Sequence[Sample], config: AlgorithmConfig) -> tuple[list[Sample], Metrics]:
-    """Adds importance weights, and takes rejected tokens out of the loss and so out of its denominators.
+    """Adds importance weights, and removes rejected tokens from the loss and so from its denominators.
 
     Returns:
-        The samples, and how far trainer and rollout were apart before, where the trainer's logprobs are there.
+        The samples, and metrics of how far trainer and rollout were apart before, if there are trainer's logprobs.
     """
     correction = config.rollout_correction
     if not config.needs_old_logprobs:
@@ -239,12 +239,12 @@ def with_selection(samples: Sequence[Sample], config: AlgorithmConfig, *, seed: 
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:
-    """[N, L], 0 and False behind the end of a row."""
+    """Returns [N, L], with 0 or False after the end of a row."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def present(values: Tensor | None) -> Tensor:
-    """What an earlier phase of the step has put there."""
+    """Returns values that an earlier phase of the step must have set."""
     assert values is not None
     return values
 
@@ -252,8 +252,8 @@ def present(values: Tensor | None) -> Tensor:
 def _custom_advantages(
     chosen: Custom, scored: Scored, token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Of a function of the user's own, which gets what else of the samples its signature names. With a critic there are
-    returns too: its own, where it gives a pair, or advantages + values."""
+    """Computes advantages by a function of the user's own, which also gets the fields of samples that its signature
+    names. With a critic also gives returns: the function's own if it returns a pair, else advantages + values."""
     own = CustomFunction.load(chosen, key="algorithm.advantage")
     samples = scored.samples
     there: dict[str, Any] = {"reward_parts": {name: torch.tensor(list(s)) for name, s in scored.reward_parts.items()}}
@@ -277,7 +277,7 @@ def _custom_advantages(
 
 
 def _weights(chosen: RatioWeights | Custom, old: Tensor, rollout: Tensor, loss_mask: Tensor) -> Tensor:
-    """[N, L] importance weights, 0 where not trained."""
+    """Returns [N, L] importance weights, 0 where a token is not trained."""
     if not isinstance(chosen, Custom):
         return rollout_weights(old, rollout, loss_mask, **chosen.arguments())
     own = CustomFunction.load(chosen, key="algorithm.rollout_correction.weights")
@@ -287,7 +287,7 @@ def _weights(chosen: RatioWeights | Custom, old: Tensor, rollout: Tensor, loss_m
 
 
 def _kept(chosen: MismatchRejection | Custom, old: Tensor, rollout: Tensor, loss_mask: Tensor) -> Tensor:
-    """[N, L] bool, the trained tokens that stay."""
+    """Returns [N, L] bool: the trained tokens that stay."""
     if not isinstance(chosen, Custom):
         return rollout_rejection(old, rollout, loss_mask, **chosen.arguments())
     own = CustomFunction.load(chosen, key="algorithm.rollout_correction.rejection")
@@ -301,7 +301,8 @@ def _with_rows(samples: Sequence[Sample], name: str, values: Tensor) -> list[Sam
 
 
 def _require_finite(advantages: Tensor, samples: Sequence[Sample], config: AlgorithmConfig) -> None:
-    """Raises TrainingError where a trained token has none: an infinite logprob or reward spreads over its group."""
+    """Raises TrainingError if the advantage of a trained token is not finite: an infinite logprob or reward spreads
+    over its group."""
     for sample, row in zip(samples, advantages, strict=True):
         wrong = ~row[: len(sample.token_ids)].isfinite() & sample.loss_mask
         if wrong.any():

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class BackgroundCall(Generic[T]):
-    """A call in a thread that nothing waits for unless asked: after an error elsewhere it may never return."""
+    """A call in a thread that does not keep the process alive: after an error elsewhere it may never return."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -25,16 +25,17 @@ class BackgroundCall(Generic[T]):
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the call began."""
         return time.monotonic() - self._started
 
     def wait(self, within_seconds: float) -> bool:
-        """Waits for: the call. Unblocked by: the deadline, counted from its beginning. Returns whether it is done."""
+        """Returns whether the call is done. Waits for: the call. Unblocked by: the deadline, from the call's start."""
         self._thread.join(max(0.0, within_seconds - self.seconds))
         return self.is_done
 
     def result(self) -> T:
-        """Waits for: the call. Unblocked by: the deadlines of what it calls. Raises what it raised."""
+        """Returns the call's result, or raises what it raised. Waits for: the call. Unblocked by: the deadlines of what
+        it calls."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure

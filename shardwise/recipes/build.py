@@ -1,4 +1,4 @@
-"""Opens what a recipe starts from, and checks that the parts fit before any of them is built."""
+"""Opens the models that a recipe starts from, and checks that the parts fit before any of them is built."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +18,16 @@ from shardwise.recipes.checkpointing.manifest import verify_weights
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The longest sequence that a folder's model was made for and computes the same in every batch."""
+    """The longest sequence that a model was made for, and up to which it computes the same in every batch."""
 
     num_tokens: int | None
-    """None where its config sets no limit."""
+    """None if its config sets no limit."""
     source: str
-    """What sets it, and in which file."""
+    """The key that sets the limit, and its file."""
 
     @classmethod
     def of(cls, folder: Path) -> "Context":
-        """Raises ModelError: config.json cannot be used."""
+        """Reads the limit of a model folder. Raises ModelError: config.json cannot be used."""
         text_config = read_model_config(folder).get_text_config()
         context, key = getattr(text_config, "max_position_embeddings", None), "max_position_embeddings"
         rotary = rotary_limit(text_config)
@@ -36,7 +36,7 @@ class Context:
         return cls(context, f"{key} in {folder / 'config.json'}")
 
     def require(self, keys: str, num_tokens: int) -> None:
-        """Raises ConfigError if sequences of `num_tokens`, set by the config `keys`, are longer."""
+        """Raises ConfigError if sequences of `num_tokens`, which the config `keys` set, are longer than the limit."""
         if self.num_tokens is not None and num_tokens > self.num_tokens:
             raise ConfigError(
                 f"{keys} = {num_tokens} tokens, more than the {self.num_tokens} of the model's context "
@@ -49,33 +49,33 @@ class OpenedModel:
     """A model folder whose tokenizer fits it."""
 
     config: ModelConfig
-    """As it was given, with `path` resolved to a local folder."""
+    """The given config, with `path` resolved to a local folder."""
     folder: Path
     tokenizer: PreTrainedTokenizerBase
     vision: Vision | None
-    """How it is shown images; None for one that sees none."""
+    """How the model is shown images; None if it sees none."""
     context: Context
 
     @property
     def turn_end_id(self) -> int | None:
-        """The token that the chat template ends turns with, where by the model's configs it does not end completions.
-        Raises ModelError: generation_config.json cannot be used."""
+        """The token that ends turns in the chat template, if the model's configs do not let it end completions; else
+        None. Raises ModelError: generation_config.json cannot be used."""
         config = read_model_config(self.folder).get_text_config()
         end = turn_end_id(self.tokenizer)
         return None if end in end_of_sequence_ids(read_generation_config(self.folder), config) else end
 
     @property
     def media_token_ids(self) -> list[int]:
-        """The tokens that no text may spell, for they stand for parts of images and videos."""
+        """The tokens that stand for parts of images and videos, which no text may spell."""
         return media_token_ids(read_model_config(self.folder))
 
     def vision_in(self, rollout: SamplingConfig) -> Vision | None:
-        """What shows images to the model where it also samples; None where that is not known how."""
+        """Returns how images are shown to the model where it also samples; None if the rollout cannot show any."""
         can_show = isinstance(rollout.engine, EmbeddedRollout | VllmRollout) and rollout.environment is None
         return self.vision if can_show else None
 
     def require_media_banned(self, rollout: SamplingConfig) -> None:
-        """Raises ConfigError: the engine may draw tokens of images, for which there is none to train on."""
+        """Raises ConfigError: the engine may draw tokens that stand for images, which could not be trained on."""
         if isinstance(rollout.engine, VllmRollout) and rollout.temperature != 1 and self.media_token_ids:
             raise ConfigError(
                 f"rollout.temperature={rollout.temperature:g} with engine=vllm and a model that sees images: vLLM "
@@ -84,7 +84,7 @@ class OpenedModel:
             )
 
     def warn_of_endless_turns(self, rollout: SamplingConfig) -> None:
-        """Of completions that end turns as the chat template does, and go on."""
+        """Warns if the token that ends turns in the chat template does not end completions."""
         if (end := self.turn_end_id) is not None and end not in rollout.stop_token_ids:
             warn(
                 f"the chat template ends turns with {self.tokenizer.convert_ids_to_tokens(end)}, which by "
@@ -94,12 +94,12 @@ class OpenedModel:
 
 
 def open_model(config: ModelConfig) -> OpenedModel:
-    """Finds the folder (of a run: its newest checkpoint; of a hub name: downloaded), loads the tokenizer and compares
-    the two.
+    """Finds the folder (of a run: its newest checkpoint; of a hub name: downloaded), loads the tokenizer and checks
+    that the two fit.
 
     Raises:
         ModelError: no such model, no weights, no tokenizer, token ids that the model has no embedding for, or weights
-            that have changed since a run saved them, or that it removes meanwhile.
+            that have changed since a run saved them, or that the run removes meanwhile.
     """
     path = latest_hf_folder(config.path)
     with reading(Path(path)):

@@ -1,8 +1,8 @@
-"""nonfinite/step_N of a run: all that it takes to run an optimizer step again that was skipped because a loss or a
-gradient was not finite.
+"""nonfinite/step_N of a run: a bundle of all that it takes to replay an optimizer step that was skipped because a loss
+or a gradient was not finite.
 
-bundle.json           the step: losses, gradient norm, what every rank found; what engine and loss were made from, and
-                      where base and teacher are, with hashes of their files
+bundle.json           the step: losses, gradient norm, and what every rank found; what engine and loss were made from;
+                      and where base and teacher are, with hashes of their files
 rank_R.safetensors    the micro-batches of rank R, `K/FIELD` of TokenBatch, `K/images.FIELD` of its Images
 hf/ or adapter/       the weights as they were, in the masters' dtype; with LoRA the adapter alone
 manifest.json         every file with its size and hash
@@ -45,19 +45,19 @@ from shardwise.recipes.losses import Loss, LossKind, make_loss
 from shardwise.types import Denominators, Images, TokenBatch
 
 MAX_BUNDLES = 3
-"""Of one process: more would tell little and fill the disk."""
+"""Most bundles that one process writes: more would tell little and fill the disk."""
 BUNDLE = "bundle.json"
 FORMAT = 1
-"""Raised when what was written before can no longer be read."""
+"""Format version; increases when bundles written before can no longer be read."""
 
 
 class Record(BaseModel):
-    """A part of bundle.json, in which numbers that are not finite are strings."""
+    """A part of bundle.json, where numbers that are not finite are written as strings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     def tree(self) -> dict[str, Any]:
-        """JSON-serialisable."""
+        """Returns it as JSON-serializable values."""
         tree: dict[str, Any] = json.loads(self.model_dump_json())
         return tree
 
@@ -70,17 +70,17 @@ class LossSource(Record):
     numbers: dict[str, float] = {}
 
     def make(self) -> Loss:
-        """Raises ConfigError: a function of the user's own cannot be imported."""
+        """Makes the loss. Raises ConfigError: a function of the user's own cannot be imported."""
         return make_loss(self.kind, self.config, self.numbers)
 
 
 class MicroBatchRecord(Record):
-    """What a micro-batch holds and what came of it."""
+    """What a micro-batch held, and its loss."""
 
     sample_index: list[int]
     uids: list[str]
     loss: float
-    """This rank's share of the step's, in the step itself."""
+    """This rank's share of the step's loss, as computed in the step itself."""
 
 
 class RankRecord(Record):
@@ -88,23 +88,24 @@ class RankRecord(Record):
 
     micro_batches: list[MicroBatchRecord]
     faults: list[Fault]
-    """Of the pass with hooks that followed. None on any rank: that pass was finite, so the step does not repeat."""
+    """Faults found by the pass with hooks that followed the step. If no rank has any, that pass was finite: the fault
+    is not reproducible."""
 
 
 class ModelsOutside(Config):
-    """Those whose weights a bundle does not hold."""
+    """The models whose weights a bundle does not hold."""
 
     base: ModelConfig | None
-    """Of an adapter."""
+    """The base of an adapter; None if the whole model was trained."""
     teacher: ModelConfig | None
 
     @property
     def paths(self) -> dict[str, str]:
-        """By the keys of their fingerprints."""
+        """Key in the fingerprints -> path."""
         return {f"{name}.path": model.path for name, model in self if model is not None}
 
     def fingerprints(self) -> Fingerprints:
-        """As far as they are there. Raises ConfigError, ModelError: as `model_fingerprints`."""
+        """Returns the fingerprints of those that are there. Raises ConfigError, ModelError: as `model_fingerprints`."""
         return model_fingerprints(self)
 
 
@@ -115,16 +116,16 @@ class SkippedStep(Record):
     role: str
     engine: EngineSource
     teacher: EngineSource | None
-    """Of a student's step."""
+    """The teacher, if a student's step was skipped."""
     loss: LossSource
     numbers: dict[str, Any]
-    """Of the engine before the step: optimizer steps done, loss scale."""
+    """The engine's numbers before the step: optimizer steps done, loss scale."""
     denominators: Denominators
     grad_norm: float
-    """NaN also where a loss was not finite."""
+    """NaN also if a loss was not finite."""
     ranks: list[RankRecord] = []
     files: Fingerprints = {}
-    """Of the models outside, when the bundle was written; earlier versions kept none."""
+    """Fingerprints of the models outside when the bundle was written; earlier versions kept none."""
 
     @property
     def models_outside(self) -> ModelsOutside:
@@ -137,7 +138,7 @@ class SkippedStep(Record):
 
     @property
     def number(self) -> int:
-        """Among the optimizer steps of the engine, from 1."""
+        """Number of the step among the engine's optimizer steps, from 1."""
         return int(self.numbers["num_steps"]) + 1
 
     @property
@@ -148,7 +149,7 @@ class SkippedStep(Record):
 
     @property
     def summary(self) -> str:
-        """Why it was skipped, in words."""
+        """Why the step was skipped, in words."""
         if not self.faults:
             return f"the gradient norm was {self.grad_norm}, and a second pass found no tensor that is not finite"
         rank, fault = self.faults[0]
@@ -156,7 +157,7 @@ class SkippedStep(Record):
 
 
 def by_time(rank: int, micro_batch: int, fault: Fault) -> tuple[int, int, int, int]:
-    """The order of faults: ranks go through their micro-batches together."""
+    """Sort key of faults by time: ranks go through their micro-batches together."""
     return micro_batch, PHASES.index(fault.phase), fault.order, rank
 
 
@@ -172,10 +173,10 @@ def write_bundle(
     """Collective. Writes the bundle of a step whole or not at all.
 
     Args:
-        folder: its name, with a number behind it where there is one of this name.
-        batches, losses, faults: of this rank.
+        folder: where it goes; a number is appended if that exists.
+        batches, losses, faults: this rank's.
     Returns:
-        On rank 0 where the bundle is; the step with what all ranks know of it.
+        The bundle's folder, valid on rank 0, and the step with the records of all ranks.
     Raises:
         ExportError: on every rank, if a rank could not write; nothing of it is left.
     """
@@ -227,13 +228,13 @@ def write_bundle(
 
 
 def _with_absolute_paths(source: EngineSource) -> EngineSource:
-    """Of a model on this machine: a replay may start in another folder."""
+    """Makes the paths of local models absolute, since a replay may start in another folder."""
     paths = {key: os.path.abspath(path) for key, path in source.model if path is not None and Path(path).exists()}
     return source.model_copy(update={"model": source.model.model_copy(update=paths)})
 
 
 def _fingerprints_to_keep(step: SkippedStep) -> Fingerprints:
-    """Raises ExportError: a file cannot be read, or one with weights is damaged."""
+    """Fingerprints the models outside. Raises ExportError: a file cannot be read, or one with weights is damaged."""
     try:
         return step.models_outside.fingerprints()
     except (ConfigError, ModelError) as error:
@@ -242,13 +243,13 @@ def _fingerprints_to_keep(step: SkippedStep) -> Fingerprints:
 
 @contextmanager
 def _agreed(folder: Path) -> Iterator[None]:
-    """What one rank cannot write is an ExportError on all."""
+    """Inside, a failure to write on one rank raises ExportError on all."""
     with raised_on_every_rank(ExportError), named_failures(folder):
         yield
 
 
 def _free(folder: Path) -> Path:
-    """The first of step_N, step_N.2, step_N.3 and so on that is not there."""
+    """Returns the first of step_N, step_N.2, step_N.3 and so on that does not exist."""
     path, number = folder, 1
     while path.exists():
         number += 1
@@ -257,7 +258,7 @@ def _free(folder: Path) -> Path:
 
 
 def _write_weights(engine: TrainEngine, source: EngineSource, folder: Path) -> None:
-    """Collective. In the masters' dtype nothing is rounded."""
+    """Collective. Writes the weights, in the masters' dtype so that nothing is rounded."""
     layout = source.layout
     assert isinstance(layout, EngineConfig)
     if layout.lora is not None:
@@ -280,7 +281,7 @@ def _named_tensors(noun: TokenBatch | Images) -> Iterator[tuple[str, Tensor]]:
 
 
 def _batch(tensors: dict[str, Tensor], record: "MicroBatchRecord") -> TokenBatch:
-    """Of what `_named_tensors` gave."""
+    """Makes the batch from what `_named_tensors` gave."""
     seen = {name.removeprefix(_IMAGES): tensors.pop(name) for name in list(tensors) if name.startswith(_IMAGES)}
     values: dict[str, Any] = {**tensors, "images": Images(**seen) if seen else None}
     return TokenBatch(sample_index=record.sample_index, uids=record.uids, **values)
@@ -295,10 +296,10 @@ class MicroBatch:
 
     rank: int
     index: int
-    """Its place among those of its rank."""
+    """Its index among the micro-batches of its rank."""
     tokens: TokenBatch
     loss: float
-    """What was recorded."""
+    """The recorded loss."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}, micro-batch {self.index}"
@@ -313,7 +314,7 @@ class Bundle:
 
     @classmethod
     def read(cls, path: str) -> Self:
-        """Collective. Verifies every file.
+        """Collective. Reads a bundle and verifies every file.
 
         Raises:
             ConfigError: there is no bundle. ModelError: a file of it is missing or damaged, or it is of another version
@@ -359,7 +360,7 @@ class Bundle:
             )
 
     def micro_batches(self) -> list[MicroBatch]:
-        """Of all ranks; those that ran at the same time one after the other."""
+        """Reads the micro-batches of all ranks; those that ran at the same time follow each other."""
         found = [
             MicroBatch(rank, index, tokens, record.loss)
             for rank, ranks_own in enumerate(self.step.ranks)
@@ -379,7 +380,7 @@ class Bundle:
                 yield _batch(tensors, record), record
 
     def source(self) -> EngineSource:
-        """The engine on one process, with the weights of the bundle."""
+        """Returns the source of the engine on one process, with the weights of the bundle."""
         source = _alone(self.step.engine)
         layout = source.layout
         assert isinstance(layout, EngineConfig)
@@ -390,12 +391,12 @@ class Bundle:
         return source.model_copy(update={"layout": layout.model_copy(update={"lora": lora})})
 
     def teacher_source(self) -> EngineSource | None:
-        """The teacher on one process, if there was one."""
+        """Returns the source of the teacher on one process, if there was one."""
         return None if self.step.teacher is None else _alone(self.step.teacher)
 
 
 def _alone(source: EngineSource) -> EngineSource:
-    """The same numbers on one process."""
+    """Returns a source that computes the same on one process."""
     update: dict[str, Any] = {"fsdp_size": None, "ulysses_size": 1, "ep_size": 1, "reshard_after_forward": True}
     update["compile_layers"] = False
     if isinstance(source.layout, EngineConfig):

@@ -1,6 +1,7 @@
-"""Functions of the user's own in the place of built-in ones: where they may stand, and what they are held to.
+"""Functions of the user's own in place of built-in ones: the config keys that take them, and checks of what they
+return.
 
-Shape letters: those of the built-in functions, and P pairs, V' words of a vocabulary chunk.
+Shape letters: those of the built-in functions, P pairs, and V' words of a vocabulary chunk.
 """
 
 import inspect
@@ -47,16 +48,16 @@ ARGUMENTS: Mapping[type[Config], Mapping[str, tuple[str, ...]]] = {
     RewardModelConfig: {"loss": ("scores", "margins")},
     DistillConfig: {"distillation.divergence": ("student_logprobs", "teacher_logprobs")},
 }
-"""By command every key that takes an import path, and what the function is called with before its parameters."""
+"""Command -> key that takes an import path -> what the function is called with before its parameters."""
 
 OF_LABELLED_ANSWERS = ("sums", "ref_sums", "lengths", "desirable", "kl")
-"""What the loss of a preference is called with where answers are not paired."""
+"""What a preference loss is called with if answers are not paired."""
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "algorithm.advantage": ("values", "ref_logprobs", "old_logprobs", "rollout_logprobs", "reward_parts"),
     "algorithm.policy_loss": ("ref_logprobs", "rollout_logprobs"),
 }
-"""By key what a custom function gets by keyword where its signature names it and the run has it."""
+"""Key -> what a custom function also gets by keyword if its signature names it and the run has it."""
 
 _OF_EVERY_RUN = "step|data|load|save|seconds|tokens_per_second|train|val"
 _OF_RL = f"{_OF_EVERY_RUN}|advantage|reward|rollout|staleness|sync|tokens"
@@ -64,13 +65,13 @@ _TAKEN: Mapping[str, re.Pattern[str]] = {
     "algorithm.policy_loss": re.compile(
         rf"({_OF_RL}|critic)(/.*)?|policy/(entropy|kl_coef|logprob|perplexity|ref_kl|teacher_kl)"
     ),
-    "critic.value_loss": re.compile(  # what its engine reports under train/ is under critic/
+    "critic.value_loss": re.compile(  # its engine's train/ metrics are under critic/
         rf"({_OF_RL}|policy)(/.*)?|critic/(empty_steps|explained_variance|grad_norm|learning_rate(/.*)?|loss|loss_scale"
         r"|nonfinite_fraction|nonfinite_loss_fraction|num_sequences|num_tokens|router/.*|\w+_imbalance|\w+_slowest_rank)"
     ),
     "loss": re.compile(rf"({_OF_EVERY_RUN})(/.*)?|(.*/)?loss"),  # val/ and the last part in validation, beside val/loss
 }
-"""By key of a loss the names of metrics that others report in the same step."""
+"""Key of a loss -> names of metrics that others report in the same step."""
 
 _HOW = (
     "values need critic, ref_logprobs algorithm.kl_coef, old_logprobs several optimizer steps for a rollout batch or "
@@ -86,7 +87,7 @@ class CustomFunction:
     """
 
     key: str
-    """Where it stands in the config."""
+    """Its key in the config."""
     spec: str
     """Its import path."""
     function: Callable[..., Any]
@@ -99,9 +100,9 @@ class CustomFunction:
         return cls(key, chosen.function, function, chosen.parameters)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Raises TrainingError where it raises anything else than an error of the user's own kind (names its line),
-        changes a tensor that it was given (by an operation of torch's in place), or returns one that is not dense or is
-        on another device."""
+        """Calls the function. Raises TrainingError if the function raises anything but a UserError (names its line),
+        changes a tensor that it was given (by one of torch's in-place operations), or returns a tensor that is not
+        dense or is on another device."""
         given = dict(enumerate(arguments)) | named
         versions = {name: value._version for name, value in given.items() if isinstance(value, Tensor)}
         try:
@@ -128,27 +129,27 @@ class CustomFunction:
         return returned
 
     def _name_of(self, argument: int | str) -> str:
-        """What the function calls it; where it has no names, its number."""
+        """Returns the function's name for an argument; its number if it has none."""
         if isinstance(argument, str):
             return argument
         parameters = []
-        with suppress(ValueError):  # a function of C without a signature
+        with suppress(ValueError):  # a C function without a signature
             parameters = list(inspect.signature(self.function).parameters.values())
         named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
         return named[argument] if argument < len(named) else f"number {argument + 1}"
 
     def asked(self, there: Collection[str]) -> list[str]:
-        """Which of `EXTRAS` its signature names, without those that are not there and have a default, or that the
-        config gives.
+        """Returns which of `EXTRAS` its signature names, except those that this run lacks and that have a default, or
+        that the config gives.
 
         Args:
             there: those that this run has.
         Raises:
-            ConfigError: it needs one that is not there.
+            ConfigError: it needs one that this run lacks.
         """
         try:
             signature = inspect.signature(self.function).parameters
-        except ValueError:  # a function of C without a signature asks for nothing
+        except ValueError:  # a C function without a signature asks for nothing
             return []
         extras = EXTRAS.get(self.key, ())
         named = [name for name in extras if name in signature and name not in self.parameters]
@@ -170,13 +171,13 @@ class CustomFunction:
         graph_of: Tensor | None = None,
         finite_at: Tensor | None = None,
     ) -> Tensor:
-        """What was returned, if it is a tensor of that shape.
+        """Returns what the function returned, if it is a tensor of `shape`.
 
         Args:
-            meaning: of its elements, for errors.
-            is_mask: it is bool.
-            graph_of: where this has a graph, the returned tensor has one too.
-            finite_at: bool of that shape, where its elements are finite.
+            meaning: meaning of its elements, for errors.
+            is_mask: requires bool.
+            graph_of: if this tensor has a graph, the returned one must have one too.
+            finite_at: bool of `shape`: where its elements must be finite.
         Raises:
             TrainingError: it is something else.
         """
@@ -194,11 +195,11 @@ class CustomFunction:
         return returned
 
     def losses(self, returned: Any, *, like: Tensor, each: str) -> tuple[Tensor, Metrics]:
-        """What was returned, if it is losses of the shape of `like`, [T] or [P], and metrics.
+        """Returns what the function returned, if it is losses of the shape of `like`, [T] or [P], and metrics.
 
         Args:
-            like: what the losses are of; where it has a graph, they have one too.
-            each: what a loss is of, for errors.
+            like: what the losses are computed from; if it has a graph, they must have one too.
+            each: what each loss belongs to ("token", "pair" or "answer"), for errors.
         Raises:
             TrainingError: it is something else.
         """
@@ -223,7 +224,7 @@ class CustomFunction:
         return losses, dict(metrics)
 
     def number(self, returned: Any, *, meaning: str) -> float:
-        """What was returned, if it is a finite number of at least 0; raises TrainingError if it is something else."""
+        """Returns what the function returned, if it is a finite number of at least 0; else raises TrainingError."""
         if not isinstance(returned, Real) or isinstance(returned, bool):
             raise self._error(_kind(returned), f"a finite number of at least 0, {meaning}")
         try:
@@ -235,7 +236,7 @@ class CustomFunction:
         return number
 
     def _require_name(self, metric: object) -> None:
-        """Raises TrainingError: no name of a metric, or one of Shardwise's own."""
+        """Raises TrainingError: it is no name of a metric, or one of Shardwise's own."""
         if not isinstance(metric, str) or not metric.isprintable() or metric.strip() != metric or not metric:
             shown = repr(metric) if isinstance(metric, str) else f"by {_kind(metric)}"
             raise self._error(
@@ -248,7 +249,7 @@ class CustomFunction:
             )
 
     def _require_apart(self, metrics: Collection[str]) -> None:
-        """Raises TrainingError: two would be one in validation, under val/ and the last part of their names."""
+        """Raises TrainingError: two metrics would have one name in validation, val/LAST_PART_OF_NAME."""
         by_last: dict[str, str] = {}
         for name in metrics:
             other = by_last.setdefault(name.rpartition("/")[2], name)
@@ -262,7 +263,7 @@ class CustomFunction:
 
 
 def require_callable(config: Config) -> None:
-    """Every function of the user's own in the config of a command can be imported, and called as it will be.
+    """Checks that every function of the user's own in a command's config can be imported, and called as it will be.
 
     Raises:
         ConfigError: names the first that cannot, or that is a class, a coroutine function or a generator.
@@ -281,12 +282,12 @@ def require_callable(config: Config) -> None:
         asked = own.asked(extras_of(config)) if isinstance(config, RLConfig) else []
         try:
             inspect.signature(own.function).bind(*arguments, **dict.fromkeys(asked), **chosen.parameters)
-        except (TypeError, ValueError) as error:  # ValueError: a function of C without a signature
+        except (TypeError, ValueError) as error:  # ValueError: a C function without a signature
             raise ConfigError(f"{key}={chosen.function} cannot be called with {shown}: {error}") from None
 
 
 def extras_of(config: RLConfig) -> set[str]:
-    """Which of `EXTRAS` the samples of a step have in this run."""
+    """Returns which of `EXTRAS` the samples of a step have in this run."""
     algorithm = config.algorithm
     has = {
         "values": config.critic is not None,
@@ -297,7 +298,7 @@ def extras_of(config: RLConfig) -> set[str]:
 
 
 def _at(config: Config, key: str) -> Any:
-    """What stands at a dotted key; None where a group above it is absent."""
+    """Returns the value at a dotted key; None if a group above it is absent."""
     value: Any = config
     for name in key.split("."):
         value = None if value is None else getattr(value, name)

@@ -1,4 +1,4 @@
-"""What an engine is built from, as plain data: ranks are sent it, and bundles of skipped steps keep it."""
+"""What an engine is built from, as plain data that is sent to ranks and kept in bundles of skipped steps."""
 
 from pathlib import Path
 
@@ -24,11 +24,12 @@ class EngineSource(BaseModel):
     pad_token_id: int | None = None
     """The tokenizer's, for the head sequence_scores."""
     turn_end_id: int | None = None
-    """What it learns to end turns with, though by its configs that ends no completion; by those of exports it does."""
+    """A token that the model learns to end turns with and that its configs do not let end a completion; those of
+    exports do."""
     seed: int = 0
-    """Of new adapters, and of the rounding of bfloat16 masters."""
+    """Seeds new adapters, and the rounding of bfloat16 masters."""
     temperature: float = 1.0
-    """Logprobs are of the distribution at this temperature."""
+    """Temperature of the distribution that logprobs are taken from."""
 
     def build(
         self,
@@ -39,7 +40,7 @@ class EngineSource(BaseModel):
         require_finite: bool = True,
         with_trained: bool = True,
     ) -> TrainEngine:
-        """As `TrainEngine.build`."""
+        """Builds the engine; see `TrainEngine.build`."""
         engine = TrainEngine.build(
             Path(self.model.path),
             self.layout,

@@ -1,4 +1,4 @@
-"""Engines as recipes see them: on all ranks at once, with samples going in."""
+"""Engines as recipes see them: on all ranks at once, taking samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from shardwise.recipes.sampling.sampled_tokens import require_sampled
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
 EMPTY_STEPS = "train/empty_steps"
-"""A metric: how many optimizer steps had no trained token. There is none where all had some."""
+"""A metric: how many optimizer steps had no trained token; absent if there were none."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,26 +37,26 @@ class RemoteEngine:
 
     group: WorkerGroup
     role: str
-    """What the workers know it by."""
+    """Its name among the workers' engines, such as "policy"."""
     model: ModelConfig
     layout: EngineConfig | FrozenEngineConfig
     num_parameters: int
     num_trained_parameters: int
     num_bytes_read: int
-    """Bytes of weights that the rank with the most of them read from the model folder."""
+    """Bytes of weights read from the model folder, on the rank that read most."""
     has_weights: bool = True
-    """Whether all of them are loaded: a frozen engine is built with them."""
+    """Whether all weights are loaded: a frozen engine is built with them."""
     bundle: str = ""
-    """The folder of what replays an optimizer step if it is skipped now; "" keeps nothing."""
+    """The folder for the bundle that replays the next optimizer step if it is skipped; "" keeps none."""
 
     @property
     def mesh(self) -> ParallelDims:
-        """How many ranks each axis of its mesh has."""
+        """The number of ranks on each axis of its mesh."""
         return ParallelDims.of(self.layout, world_size=self.group.size)
 
     @property
     def size(self) -> str:
-        """For people: how many parameters it has, and how many of them are trained."""
+        """Text for people: how many parameters it has, and how many of them are trained."""
         size = f"{_shown(self.num_parameters, decimals=1)} parameters"
         if self.num_trained_parameters < self.num_parameters:
             size += f" ({_shown(self.num_trained_parameters, decimals=2)} trained)"
@@ -66,8 +66,8 @@ class RemoteEngine:
         self, samples: Sequence[Sample], *, with_adapters: bool = True, temperature: float | None = None
     ) -> list[Tensor]:
         """[L] float32 of every sample, in order: logprobs of a language model, values of a critic, scores of a reward
-        model; 0 where nothing is scored. Without its adapters a model is the one it started from. `temperature`: of the
-        logprobs; None is that of the rollout."""
+        model; 0 where nothing is scored. Without its adapters a model is the one it started from. `temperature`: the
+        logprobs' temperature; None: the rollout's."""
         packed = self._pack(samples, keep_together=1)
         options = (with_adapters,) if temperature is None else (with_adapters, temperature)
         return unpack(packed, self.group.scatter("score", packed.shards, self.role, *options))
@@ -81,13 +81,13 @@ class RemoteEngine:
         """Packs the samples, spreads them over the ranks and makes one optimizer step.
 
         Args:
-            keep_together: so many samples in a row are compared with each other, and share a micro-batch.
-            teacher: whose distributions the loss compares with.
+            keep_together: how many consecutive samples are compared with each other, and so share a micro-batch.
+            teacher: the engine whose distributions the loss compares with.
         Returns:
             Metrics that merge over several optimizer steps: train/loss, train/num_tokens and train/num_sequences are
             means over the steps. A step without a trained token changes nothing and is counted in train/empty_steps.
         Raises:
-            TrainingError: a token is not what a rollout engine sampled, where one sampled the samples.
+            TrainingError: a token is not the one that a rollout engine sampled, if one sampled the samples.
         """
         packed = self._pack(samples, keep_together=keep_together, teacher=teacher)
         require_sampled(samples, packed)
@@ -104,13 +104,13 @@ class RemoteEngine:
         return metrics | {name: MetricValue.mean(total, 1) for name, total in totals.items()}
 
     def use_loss(self, kind: LossKind, config: Config, **numbers: float) -> None:
-        """Trains with another loss than cross-entropy from here on, made from its config and from numbers that change
-        during a run."""
+        """Replaces the loss, cross-entropy at first, by one made from its config and from numbers that change during a
+        run."""
         self.group.call("use_loss", self.role, kind, config.model_dump_json(), numbers)
 
     def save(self, folder: str, *, state: str = "") -> None:
-        """Writes its weights into the folders hf/, and adapter/ where it has one, of `folder`; what its training goes
-        on from into the folder `state`, if one is named."""
+        """Writes its weights into `folder`: into hf/, and adapter/ if it has one. Writes what its training resumes from
+        into the folder `state`, if one is named."""
         self.group.call("save", self.role, self.model.model_dump_json(), folder, state)
 
     def stage(self, subfolder: str) -> None:
@@ -119,7 +119,7 @@ class RemoteEngine:
         self.group.call("stage_weights", self.role, self.model.model_dump_json(), subfolder)
 
     def stage_state(self, subfolder: str) -> None:
-        """Likewise what `save` would write into the folder `state`."""
+        """Begins to copy what `save` would write into the folder `state`; see `stage`."""
         self.group.call("stage_state", self.role, subfolder)
 
     def load_initial_weights(self) -> None:
@@ -129,23 +129,24 @@ class RemoteEngine:
             self.has_weights = True
 
     def load_state(self, folder: str) -> str | None:
-        """Goes on from what was written there, on any layout. Returns what is damaged there; None where nothing is."""
+        """Resumes from the training state in `folder`, written on any layout. Returns what is damaged there; None if
+        nothing is."""
         damage: str | None = self.group.call("load_state", self.role, folder)[0]
         self.has_weights |= damage is None
         return damage
 
     def load_weights_alone(self, folder: str, state: str) -> None:
-        """Goes on from what `save` wrote into `folder`, without the optimizer's states.
+        """Resumes from the weights that `save` wrote into `folder`, without the optimizer's states.
 
         Args:
-            state: what it wrote there, of which only the numbers beside the tensors are read.
+            state: the training state that it wrote, of which only the numbers beside the tensors are read.
         """
         self.group.call("load_weights_alone", self.role, folder, state)
         self.has_weights = True
 
     def _pack(self, samples: Sequence[Sample], *, keep_together: int, teacher: Self | None = None) -> PackedStep:
-        """One shard for each rank, or for each group of ranks that share their sequences. A teacher works on the same
-        micro-batches, which its own cap limits too."""
+        """Packs one shard for each rank, or for each group of ranks that share their sequences. A teacher works on the
+        same micro-batches, so its cap limits them too."""
         layouts = [engine.layout for engine in (self, teacher) if engine is not None]
         return pack(
             samples,
@@ -170,12 +171,12 @@ def build_engine(
     pad_token_id: int | None = None,
     turn_end_id: int | None = None,
 ) -> RemoteEngine:
-    """Builds an engine on every rank. One that is trained has no trained weights yet: where a run resumes, they are
-    those of a checkpoint, and those of the model folder are not read.
+    """Builds an engine on every rank. A trained engine has no trained weights yet: a run that resumes takes them from a
+    checkpoint and does not read those of the model folder.
 
     Args:
-        optimizer: of a trained engine (an EngineConfig), None for a frozen one.
-        optimizer_key: where its config is, for warnings.
+        optimizer: the optimizer of a trained engine (its layout is an EngineConfig); None for a frozen one.
+        optimizer_key: config key of the optimizer, for warnings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         head, seed, temperature, pad_token_id, turn_end_id: see EngineSource.
     Raises:
@@ -222,8 +223,9 @@ def build_rollout_engines(
 
     Args:
         param_dtype: as engine.param_dtype.
-        lora: of the adapter that weight syncs bring by itself; None: they bring the whole model.
-        shares_memory: the rank that sends weights may write them where the engine has them, if it can.
+        lora: the adapter, if weight syncs bring it alone; None: they bring the whole model.
+        shares_memory: the rank that sends weights may write straight into the engine's memory, if the engine can
+            share it.
     """
     group.call(
         "build_rollout",
@@ -236,5 +238,5 @@ def build_rollout_engines(
 
 
 def _shown(number: int, *, decimals: int) -> str:
-    """In millions, or thousands where these would be a fraction of one."""
+    """Formats a number in millions, or in thousands if it is less than 0.1 million."""
     return f"{number / 1e6:,.{decimals}f}M" if number >= 1e5 else f"{number / 1e3:,.{decimals}f}K"

@@ -124,7 +124,7 @@ def run_replay(*, bundle: str, micro_batch: int | None) -> int:
 
 
 def _run_alone(command: str, ask: Callable[[], bool]) -> int:
-    """Runs a command that asks something and takes one process. Returns the exit code: 0 for yes, 1 for no."""
+    """Runs a command that answers yes or no and takes one process. Returns the exit code: 0 for yes, 1 for no."""
     outcome = [False]
 
     def recipe(group: RankGroup) -> None:

@@ -1,4 +1,4 @@
-"""Accuracy of a model on held-out prompts."""
+"""Measures the accuracy of a model on held-out prompts."""
 
 import math
 from collections import Counter, defaultdict
@@ -21,9 +21,9 @@ from shardwise.rewards import final_answer, make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 
 _MEASURED = "measured"
-"""In results.json: what the figures are of."""
+"""Key in results.json: the settings that the figures were measured with."""
 _NO_SOURCES = ("all", _MEASURED)
-"""What stands beside the data sources, under names that no source has there."""
+"""Keys of results.json that are not data sources; no source has these names there."""
 
 
 def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, float]]:
@@ -53,7 +53,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         build_rollout_engines(group, model.config, config.rollout, config.engine.param_dtype)
     output_dir = Path(config.eval.output_dir)
     with (
-        writer_lock(output_dir, key="eval.output_dir"),  # before anything is computed for it
+        writer_lock(output_dir, key="eval.output_dir"),  # before anything is computed
         make_rewards(config.reward, build_reward_engines(config.reward, group)) as rewards,
         Rollouter(
             group,
@@ -91,7 +91,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
 
 
 def _print(results: Mapping[str, Mapping[str, float]], *, title: str) -> None:
-    """A line for each data source, and one for all of several."""
+    """Prints a line for each data source, and one for all if there are several."""
     shown = {name: row for name, row in results.items() if name != "all" or len(results) > 2}
     rows = [
         [name, *(f"{value:.1%}" if isinstance(value, float) else value for value in row.values())]
@@ -101,7 +101,7 @@ def _print(results: Mapping[str, Mapping[str, float]], *, title: str) -> None:
 
 
 def greedy_accuracy(rollouter: Rollouter, examples: Sequence[Example], config: RewardConfig) -> Metrics:
-    """val/accuracy of greedy completions, over all rows and per data source."""
+    """Returns val/accuracy of greedy completions, over all rows and per data source."""
     groups = _collect(rollouter, examples, num_completions=1, temperature=0.0, seed=0)
     metrics: Metrics = {}
     for name, members in by_source(groups).items():
@@ -114,7 +114,7 @@ def greedy_accuracy(rollouter: Rollouter, examples: Sequence[Example], config: R
 def summarize(
     greedy: list[RolloutGroup], sampled: list[RolloutGroup] | None, config: RewardConfig
 ) -> dict[str, dict[str, float]]:
-    """The table of `evaluate`: metric by name for each data source, "all" last."""
+    """Returns the table of `evaluate`: data source -> metric -> value, with "all" last."""
     sampled_by_source = by_source(sampled or [])
     results: dict[str, dict[str, float]] = {}
     for name, groups in by_source(greedy).items():
@@ -126,7 +126,7 @@ def summarize(
 
 
 def _sampled_metrics(groups: list[RolloutGroup], config: RewardConfig) -> dict[str, float]:
-    """pass@k, mean@n and maj@n, each the mean over prompts."""
+    """Returns pass@k, mean@n and maj@n, each as the mean over prompts."""
     num_samples = len(groups[0].texts)
     verdicts = [[is_correct(r, p, config) for r, p in zip(g.rewards, g.reward_parts, strict=True)] for g in groups]
     metrics = {f"mean@{num_samples}": sum(map(sum, verdicts)) / (num_samples * len(groups))}
@@ -139,21 +139,21 @@ def _sampled_metrics(groups: list[RolloutGroup], config: RewardConfig) -> dict[s
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that at least one of k completions is correct, unbiased from n >= k of them: 1 - C(n - c, k) / C(n, k)
-    (Chen et al. 2021, eq. 1)."""
+    """Estimates the probability that at least one of k completions is correct, without bias from n >= k of them:
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def majority_is_correct(answers: Sequence[str], correct: Sequence[bool]) -> bool:
-    """Whether what most of the answers settle on is correct; of what as many settle on, the first given counts."""
+    """Returns whether the most frequent final answer is correct; of equally frequent ones the first given counts."""
     settled = [final_answer(answer) for answer in answers]
     winner = Counter(settled).most_common(1)[0][0]
     return correct[settled.index(winner)]
 
 
 def by_source(groups: Sequence[RolloutGroup]) -> dict[str, list[RolloutGroup]]:
-    """The groups of each data source, sorted by name, and all of them under "all"; a source of that name, as the rows
-    of all.jsonl have, is "all (source)", and one called "measured" is "measured (source)"."""
+    """Returns the groups of each data source, sorted by name, and all of them under "all". A source named "all", as the
+    rows of all.jsonl have, becomes "all (source)", and one named "measured" becomes "measured (source)"."""
     sources: defaultdict[str, list[RolloutGroup]] = defaultdict(list)
     for group in groups:
         name = group.example.data_source
@@ -170,8 +170,8 @@ def _collect(
 
 
 def _measured(config: EvalConfig, folder: Path) -> dict[str, Any]:
-    """By config key, with the folder that model.path led to. The temperature is that of the sampled completions, null
-    where there are only greedy ones."""
+    """Returns config key -> value, with the folder that model.path led to. The temperature is that of the sampled
+    completions; None if there are only greedy ones."""
     samples = config.eval.num_samples > 1
     return {
         "model.path": str(folder),

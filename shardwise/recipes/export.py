@@ -1,4 +1,4 @@
-"""Writes a model again as a Hugging Face folder, in another dtype, an adapter merged into it."""
+"""Exports a model as a Hugging Face folder: in another dtype, or with an adapter merged into it."""
 
 import json
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from shardwise.recipes.checkpointing.manifest import verify_weights
 
 
 def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, max_shard_size: str) -> None:
-    """Runs on rank 0; every rank loads and writes its part.
+    """Exports a model. Runs on rank 0; every rank loads and writes its part.
 
     Args:
         source: a run's output folder (its newest checkpoint), a model folder, a hub name, or an adapter folder, which
             is merged into the base model that it names.
         target: a folder that does not exist yet, or an empty one.
-        dtype: of the written weights; None keeps the one that the source's config.json names.
-        max_shard_size: of a weight file, such as "5GB".
+        dtype: dtype of the written weights; None keeps the one that the source's config.json names.
+        max_shard_size: largest size of a weight file, such as "5GB".
     Raises:
-        ConfigError: there is something in target, it has no name of its own, or no dtype is known. ModelError: source
+        ConfigError: target is not empty or its path does not end in a name, or no dtype is known. ModelError: source
             cannot be loaded, or its weights are not those that a run wrote there.
         ExportError: target cannot be written.
     """
@@ -37,11 +37,13 @@ def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, m
 
 
 def new_folder(target: str) -> Path:
-    """Where to write a folder that is called `target` in the end: what it links to, if it is a link.
+    """Returns where to write a new folder `target`: the path it links to, if it is a link.
+
+    What is at the path is replaced at the end by the folder that was written.
 
     Raises:
-        ConfigError: the path does not end in a name, which the folder that is written gets at last, and all that was
-            there is removed for it; there is something in it; or what is there cannot be removed.
+        ConfigError: the path does not end in a name, the folder is not empty, or it cannot be replaced because a file
+            system is mounted there.
     """
     if Path(target).name in ("", ".."):
         raise ConfigError(
@@ -58,14 +60,14 @@ def new_folder(target: str) -> Path:
 
 
 def require_empty(target: str) -> None:
-    """Raises ConfigError: there is something in the folder."""
+    """Raises ConfigError: there is something at the path that is not an empty folder."""
     folder = Path(target)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{target} is not an empty folder; name a new one, or remove what is there")
 
 
 def written(folder: Path, dtype: str) -> str:
-    """What a model folder holds, in words."""
+    """Says in words what a model folder holds."""
     files = list(folder.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
     return f"{folder}: {dtype}, {num_bytes / 2**20:,.1f} MiB in {counted(len(files), 'file')}"
@@ -92,7 +94,7 @@ def _open(source: str) -> _Source:
 
 
 def _base_of(adapter: Path) -> str:
-    """The model that an adapter names. Raises ModelError: it names none, or its config is damaged."""
+    """Returns the base model that an adapter names. Raises ModelError: it names none, or its config is damaged."""
     path = adapter / ADAPTER_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -105,7 +107,7 @@ def _base_of(adapter: Path) -> str:
 
 
 def named_dtype(folder: Path) -> str:
-    """Of the weights, as config.json says. Raises ConfigError: it does not."""
+    """Returns the dtype of the weights that config.json names. Raises ConfigError: it names none."""
     dtype = read_model_config(folder).dtype
     if dtype is None:
         raise ConfigError(f"{folder / 'config.json'} names no dtype; choose one with --dtype, such as bfloat16")

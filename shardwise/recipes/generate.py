@@ -17,7 +17,7 @@ from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest
 
 DEFAULT_TOKENS = 256
-"""Of a completion."""
+"""Default for the longest completion."""
 
 
 def converse(
@@ -34,7 +34,7 @@ def converse(
 
     Args:
         path: a run's output folder (its newest checkpoint), a checkpoint, a model folder, or a hub name.
-        max_tokens: of a completion; None: DEFAULT_TOKENS, or what the prompt leaves of the model's context.
+        max_tokens: longest completion; None: DEFAULT_TOKENS, or what the prompt leaves of the model's context.
         apply_chat_template: falls back to the plain prompt for a tokenizer that has no template.
     """
     if max_tokens is not None and max_tokens < 1:

@@ -1,4 +1,4 @@
-"""Takes over a checkpoint of another trainer: its weights as a Hugging Face folder, its optimizer as a run's state."""
+"""Imports a checkpoint of another trainer: its weights as a Hugging Face folder, its optimizer as a run's state."""
 
 import re
 from collections import Counter
@@ -45,16 +45,16 @@ def import_checkpoint(
     max_shard_size: str,
     run: TrainingConfig | None,
 ) -> None:
-    """Runs on one rank, and prints what was found, where it went and what was left out.
+    """Imports a checkpoint, and prints what was found, where it went and what was left out. Runs on one rank.
 
     Args:
         source: a folder of verl's FSDP workers (or the step folder around it), or one of torch.distributed.checkpoint.
         target: a folder that does not exist yet, or an empty one: a model folder; with `run` an output folder with one
             checkpoint that such a run can be resumed from.
         model: the folder of config.json and the tokenizer; None: the `huggingface` folder in the source.
-        prefix: what stands before the model's names in the source; None: what fits most of them.
-        dtype: of the written weights; None keeps the one that config.json names.
-        run: of the run that resumes from the checkpoint; None: the weights alone.
+        prefix: prefix of the model's names in the source; None: the one that fits most of them.
+        dtype: dtype of the written weights; None keeps the one that config.json names.
+        run: config of the run that is to resume from the checkpoint; None: imports the weights alone.
     Raises:
         ConfigError: an option cannot work. ModelError: the source is damaged, incomplete, does not fit its config.json
             or asks to run code. ExportError: target cannot be written, or a tensor holds NaN or an infinity in the
@@ -108,12 +108,12 @@ def import_checkpoint(
 
 @contextmanager
 def _leaving_nothing(target: Path) -> Iterator[None]:
-    """Where the body fails, an empty output folder is as it was, or not there again."""
+    """Inside, a failure leaves an output folder that was empty as it was, or removes one that did not exist."""
     was_there = target.exists()
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # something else is there by now, or nothing
+        with suppress(OSError):  # it is not empty by now, or does not exist
             (target / CHECKPOINTS).rmdir()
             if not was_there:
                 target.rmdir()
@@ -144,22 +144,24 @@ def _source_text(found: VerlCheckpoint | DcpCheckpoint) -> str:
 
 
 def _model_folder(found: VerlCheckpoint | DcpCheckpoint, model: str | None) -> Path:
-    """Where config.json is. Raises ConfigError: nowhere; ModelError: it is none that transformers knows."""
+    """Returns the folder of config.json. Raises ConfigError: there is no such file; ModelError: transformers does not
+    know it."""
     folder = found.folder / "huggingface" if model is None else Path(model)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{folder / 'config.json'} does not exist; name a folder with the model's config.json and tokenizer as "
             "--model (it needs no weights)"
         )
-    read_model_config(folder)  # or it is refused
+    read_model_config(folder)  # raises if it cannot be used
     return folder
 
 
 def _require_model_of_run(meta: PreTrainedModel, folder: Path, run: TrainingConfig, *, key: str) -> None:
-    """
+    """Compares the checkpoint's model with the one that the run trains.
+
     Args:
-        meta, folder: the checkpoint's model, and where its config.json is.
-        key: what named the folder, for errors.
+        meta, folder: the checkpoint's model, and the folder of its config.json.
+        key: the option that named the folder, for errors.
     Raises:
         ConfigError: the run trains another model. ModelError: there is none at its model.path.
     """
@@ -178,7 +180,8 @@ def _require_model_of_run(meta: PreTrainedModel, folder: Path, run: TrainingConf
 
 
 def _find_weights(found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, prefix: str | None) -> FoundWeights:
-    """Raises ConfigError: the prefix does not fit; ModelError: what is there are adapters."""
+    """Finds the model's weights. Raises ConfigError: the prefix does not fit; ModelError: the checkpoint holds
+    adapters."""
     adapters = [name for name in found.tensors.tensors if ".lora_A." in name]
     if adapters:
         raise ModelError(
@@ -202,7 +205,7 @@ def _weights_text(weights: FoundWeights) -> str:
 
 
 def _require_plain_adamw(run: TrainingConfig) -> None:
-    """Raises ConfigError: AdamW's states of another trainer are not what this run resumes from."""
+    """Raises ConfigError: the run cannot resume from AdamW states of another trainer."""
     recipes, engine = (SFTConfig, PreferenceConfig, RLConfig), run.engine
     misfits = {
         f"recipe={type(run).__name__.removesuffix('Config')}": not isinstance(run, recipes),
@@ -222,8 +225,8 @@ def _require_plain_adamw(run: TrainingConfig) -> None:
 def _states(
     found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, weights: FoundWeights, run: TrainingConfig
 ) -> AdamWStates:
-    """Raises ModelError: the checkpoint has no optimizer whose states are those that the run resumes from. ExportError:
-    its number of updates is no number."""
+    """Finds the optimizer's states. Raises ModelError: the checkpoint has none that the run can resume from.
+    ExportError: its number of updates is not finite."""
     parameters = dict(meta.named_parameters())
     in_order = [name for name in weights.weights.tensors if name in parameters]
     if len(in_order) < len(parameters):
@@ -240,7 +243,7 @@ def _states(
 
 
 def _step(folder: Path, *, default: int) -> int:
-    """Of the training, as the innermost folder says that is named for one."""
+    """Returns the training step that the innermost folder named for a step gives, else `default`."""
     names = (re.fullmatch(r"(?:global_)?step[-_](\d+)", name) for name in reversed(folder.resolve().parts))
     return next((int(match[1]) for match in names if match), default)
 

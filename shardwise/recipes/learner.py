@@ -34,19 +34,19 @@ class Engines:
 
     policy: RemoteEngine
     reference: RemoteEngine | None = None
-    """None where no KL term needs one, or where it is the policy without its adapters."""
+    """None if no KL term needs one, or if it is the policy without its adapters."""
     critic: RemoteEngine | None = None
     teachers: dict[str | None, RemoteEngine] = field(default_factory=dict)
-    """By data source; None teaches the others."""
+    """Data source -> its teacher; that under None teaches all other sources."""
 
     @property
     def saved(self) -> dict[str, RemoteEngine]:
-        """What checkpoints hold, by subfolder."""
+        """The engines that checkpoints hold, by subfolder."""
         return {"": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
     def frozen(self) -> list[RemoteEngine]:
-        """The others."""
+        """The engines that are not trained."""
         return [*([] if self.reference is None else [self.reference]), *self.teachers.values()]
 
 
@@ -66,13 +66,13 @@ class Learner:
         self._num_idle_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What it keeps from step to step beside the engines, JSON-serialisable."""
+        """Returns what it keeps from step to step beside the engines, JSON-serializable."""
         return {"kl_coef": self.kl_coef, "num_idle_steps": self._num_idle_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the learner that gave the state was."""
+        """Continues from where the learner that gave the state was."""
         self._num_idle_steps = state["num_idle_steps"]
-        if self._algorithm.kl_controller.name != "fixed":  # else the config says it
+        if self._algorithm.kl_controller.name != "fixed":  # else the config sets it
             self._set_kl_coef(state["kl_coef"])
 
     def learn(self, rollout: Rollout, step: int, spans: Spans) -> Metrics:
@@ -102,11 +102,11 @@ class Learner:
         return metrics | self._adapt_kl_coef(metrics, len(samples))
 
     def _warn_of_idle_steps(self, samples: Sequence[Sample]) -> None:
-        """Warns where nothing was learnt for many steps: rewards told nothing apart, or no token was left to train."""
+        """Warns if nothing was learned for many steps: all rewards were equal, or no token was left to train."""
         name = self._algorithm.advantage.name
         has_tokens = any(sample.loss_mask.any() for sample in samples)
         is_idle = not any(present(sample.advantages)[sample.loss_mask].any() for sample in samples)
-        # Whitening, values and a discount make advantages of rewards that are all equal.
+        # Whitening, values and a discount give advantages even if all rewards are equal.
         is_idle |= name in BATCH_ADVANTAGES and len({sample.reward for sample in samples}) <= 1
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
         if self._num_idle_steps and self._num_idle_steps % PATIENCE_STEPS == 0:
@@ -123,8 +123,8 @@ class Learner:
             warn(f"no learning signal: for {self._num_idle_steps} steps {cause}")
 
     def _score(self, samples: list[Sample], rollout: Rollout) -> Scored:
-        """Adds what this algorithm needs: old logprobs where the policy moves before the last optimizer step on a
-        sample, reference logprobs where there is a KL term, values where there is a critic."""
+        """Adds what this algorithm needs: old logprobs if the policy changes before the last optimizer step on a
+        sample, reference logprobs if there is a KL term, values if there is a critic."""
         engines, algorithm = self._engines, self._algorithm
         if algorithm.rollout_correction.bypass:
             samples = [replace(sample, old_logprobs=sample.rollout_logprobs) for sample in samples]
@@ -154,8 +154,9 @@ class Learner:
         )
 
     def _replay_metrics(self, samples: Sequence[Sample], step: int) -> Metrics:
-        """How far the policy's logprobs are from the rollout's, with routers that choose for themselves and with those
-        that replay its choice. It takes two passes, as often as the rollout engine is probed."""
+        """Measures how far the policy's logprobs are from the rollout's, once with routers that choose experts
+        themselves and once with routers that replay the rollout's choice. Takes two passes, as often as the engine is
+        probed."""
         every = self._config.rollout.probe_every_syncs
         if not self._config.rollout.router_replay or not every or (step - 1) % every:
             return {}
@@ -168,7 +169,7 @@ class Learner:
         return found
 
     def _teacher_logprobs(self, samples: Sequence[Sample], rollout: Rollout) -> list[Tensor]:
-        """The logprobs of each sample under the teacher of its source."""
+        """Returns the logprobs of each sample under the teacher of its source."""
         teachers = self._engines.teachers
         sources = [rollout.groups[sample.group].example.data_source for sample in samples]
         found: dict[int, Tensor] = {}
@@ -180,7 +181,7 @@ class Learner:
         return [found[place] for place in range(len(samples))]
 
     def _update(self, samples: Sequence[Sample], step: int, *, seed: int) -> Metrics:
-        """One optimizer step of every model that learns."""
+        """Makes one optimizer step of every model that learns."""
         metrics: Metrics = {}
         if self._engines.critic is not None:
             learned = self._engines.critic.train(without_experts(samples))
@@ -198,7 +199,7 @@ class Learner:
         return critic is None or step > critic.critic_warmup_steps
 
     def _adapt_kl_coef(self, metrics: Metrics, num_samples: int) -> Metrics:
-        """Lets the controller move the weight of the KL term, and tells the policy's loss."""
+        """Lets the controller change the weight of the KL term, and updates the policy's loss."""
         if self._algorithm.kl_coef == 0:
             return {}
         used = self.kl_coef
@@ -213,7 +214,8 @@ class Learner:
 
 
 def _without_mismatch(metrics: Metrics) -> Metrics:
-    """The metrics of a later optimizer step: its logprobs are no longer those of the policy that sampled."""
+    """Returns the metrics of a later optimizer step without those that compare with the rollout: the policy is no
+    longer the one that sampled."""
     return {
         name: value for name, value in metrics.items() if not name.startswith("rollout/") and name != "policy/logprob"
     }
@@ -232,8 +234,8 @@ def _next_kl_coef(controller: KlController, kl_coef: float, kl: float, num_sampl
 
 
 def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, step: int) -> Iterator[list[Sample]]:
-    """num_epochs passes over the samples, each in num_minibatches parts of a new order; in fewer where there are fewer
-    samples than parts."""
+    """Yields num_epochs passes over the samples, each in a new order and num_minibatches parts; in fewer if there are
+    fewer samples than parts."""
     if config.num_updates == 1:
         yield samples
         return
@@ -245,7 +247,7 @@ def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, st
 
 
 def without_experts(samples: Sequence[Sample]) -> list[Sample]:
-    """Without the recorded expert choices: router replay is for the policy alone, other models route for themselves."""
+    """Removes the recorded expert choices: router replay is for the policy alone, other models route for themselves."""
     return [replace(sample, experts=None) for sample in samples]
 
 

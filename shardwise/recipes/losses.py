@@ -1,4 +1,4 @@
-"""Binds the pure functions of `algorithms` to a config: what the engine calls per micro-batch."""
+"""Binds the pure functions of `algorithms` to a config, as the losses that the engine calls per micro-batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -82,18 +82,18 @@ _ANY_REWARD_MODEL: TypeAdapter[RewardModelLoss] = TypeAdapter(RewardModelLoss)
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What an engine trains with."""
+    """The loss that an engine trains with, and what it needs of a forward pass."""
 
     function: LossFn
     with_logprobs: bool = True
     with_entropy: bool = False
-    """Whether it looks at them; both cost passes over the logits."""
+    """Whether it needs the entropy. Logprobs and entropy each cost a pass over the logits."""
     divergence: Divergence | None = None
-    """From its teacher, if it learns from one."""
+    """The divergence from its teacher, if it learns from one."""
 
 
 def make_loss(kind: LossKind, config: str, numbers: Mapping[str, float]) -> Loss:
-    """The loss of a kind from the JSON of its config and the numbers that change during a run."""
+    """Makes the loss of a kind, from the JSON of its config and the numbers that change during a run."""
     match kind:
         case "sft":
             return SFT_LOSS
@@ -110,7 +110,7 @@ def make_loss(kind: LossKind, config: str, numbers: Mapping[str, float]) -> Loss
 
 
 def sft_loss(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
-    """Cross-entropy, token-mean over the whole step."""
+    """Returns the cross-entropy, token-mean over the whole step."""
     assert outputs.logprobs is not None
     losses = cross_entropy(outputs.logprobs, batch.loss_mask)
     return _aggregate(losses, batch, denominators, mode="token-mean"), {}
@@ -146,8 +146,8 @@ def _vocabulary_terms(chosen: Custom) -> VocabularyTerms:
 
 
 def distill_loss(*, cross_entropy_coef: float = 0.0) -> LossFn:
-    """Divergence from a teacher, token-mean over the whole step, plus `cross_entropy_coef` times the cross-entropy of
-    the data's tokens. Outputs need logprobs only where that is not 0."""
+    """Makes the loss: divergence from a teacher, token-mean over the whole step, plus `cross_entropy_coef` times the
+    cross-entropy of the data's tokens. Outputs need logprobs only if the coefficient is not 0."""
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
         assert outputs.divergence is not None
@@ -164,8 +164,8 @@ def distill_loss(*, cross_entropy_coef: float = 0.0) -> LossFn:
 
 
 def policy_loss(config: AlgorithmConfig, *, kl_coef: float) -> LossFn:
-    """The policy loss of reinforcement learning, with the KL term at its present weight where it belongs to the
-    loss."""
+    """Makes the policy loss of reinforcement learning, with the KL term at its present weight if algorithm.kl_in puts
+    it into the loss."""
     token_losses_of, estimate, aggregated = _policy_losses(config), kl_estimate(config), _aggregation(config)
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
@@ -177,7 +177,7 @@ def policy_loss(config: AlgorithmConfig, *, kl_coef: float) -> LossFn:
         losses, metrics = token_losses_of(outputs.logprobs, old_logprobs, batch)
         if batch.importance_weights is not None:
             losses = losses * batch.importance_weights
-        if not config.needs_old_logprobs:  # else they were compared before the first optimizer step
+        if not config.needs_old_logprobs:  # otherwise they were compared before the first optimizer step
             metrics |= mismatch_metrics(outputs.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
         metrics["policy/entropy"] = trained_mean(outputs.entropy, batch.loss_mask)
         if batch.ref_logprobs is not None:
@@ -191,7 +191,7 @@ def policy_loss(config: AlgorithmConfig, *, kl_coef: float) -> LossFn:
 
 
 def kl_estimate(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """(logprobs [T], ref_logprobs [T]) -> the estimated KL divergence of each token, [T], nats."""
+    """Returns (logprobs [T], ref_logprobs [T]) -> the estimated KL divergence of each token, [T], nats."""
     chosen = config.kl_estimator
     if not isinstance(chosen, Custom):
         return partial(kl_divergence, estimator=chosen.name)
@@ -206,7 +206,7 @@ def kl_estimate(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _aggregation(config: AlgorithmConfig) -> Callable[[Tensor, TokenBatch, Denominators], Tensor]:
-    """(losses [T], batch, denominators) -> this micro-batch's part of the loss of the step."""
+    """Returns (losses [T], batch, denominators) -> this micro-batch's part of the loss of the step."""
     chosen = config.aggregation
     if not isinstance(chosen, Custom):
         divisor = chosen.divisor if isinstance(chosen, SeqMeanTokenSumNorm) else None
@@ -222,7 +222,7 @@ def _aggregation(config: AlgorithmConfig) -> Callable[[Tensor, TokenBatch, Denom
 
 
 def value_loss(config: CriticConfig) -> LossFn:
-    """The loss of the critic's values, token-mean over the whole step."""
+    """Makes the loss of the critic's values, token-mean over the whole step."""
     token_losses_of = _value_losses(config)
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
@@ -236,7 +236,7 @@ def value_loss(config: CriticConfig) -> LossFn:
 
 
 def _value_losses(config: CriticConfig) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Metrics]]:
-    """(values [T], old_values [T], returns [T], loss_mask [T]) -> losses [T] and metrics."""
+    """Returns (values [T], old_values [T], returns [T], loss_mask [T]) -> losses [T] and metrics."""
     chosen = config.value_loss
     if not isinstance(chosen, Custom):
         return partial(clipped_value_loss, **chosen.arguments())
@@ -249,7 +249,7 @@ def _value_losses(config: CriticConfig) -> Callable[[Tensor, Tensor, Tensor, Ten
 
 
 def preference_loss(config: PreferenceLoss, *, kl: float) -> LossFn:
-    """The mean loss of a step's pairs, or of its answers where they are labelled."""
+    """Makes the mean loss of a step's pairs, or of its answers if they are labeled."""
     losses_of = preference_losses(config, kl=kl)
     size = 1 if isinstance(config, Kto) or (isinstance(config, CustomPreference) and not config.is_paired) else 2
 
@@ -268,7 +268,8 @@ def preference_loss(config: PreferenceLoss, *, kl: float) -> LossFn:
 
 
 def preference_losses(config: PreferenceLoss, *, kl: float) -> Callable[..., tuple[Tensor, Metrics]]:
-    """(sums, ref_sums, lengths, rewards of sequences [S]) -> losses of pairs [S / 2], or of labelled sequences."""
+    """Returns (sums, ref_sums, lengths, rewards of sequences [S]) -> losses of pairs [S / 2] or labeled sequences
+    [S]."""
     function: Callable[..., tuple[Tensor, Metrics]]
     match config:
         case Kto():
@@ -284,7 +285,7 @@ def preference_losses(config: PreferenceLoss, *, kl: float) -> Callable[..., tup
 
 
 def reward_model_loss(config: RewardModelLoss) -> LossFn:
-    """The mean loss of a step's pairs, with their margins."""
+    """Makes the mean loss of a step's pairs, with their margins."""
     losses_of = reward_model_losses(config)
 
     def loss_fn(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
@@ -299,8 +300,8 @@ def reward_model_loss(config: RewardModelLoss) -> LossFn:
 
 
 def reward_model_losses(config: RewardModelLoss) -> Callable[[Tensor, Tensor], tuple[Tensor, Metrics]]:
-    """(scores, rewards of sequences [S]) -> losses of pairs [S / 2]. What the rewards of a pair differ by is its
-    margin."""
+    """Returns (scores, rewards of sequences [S]) -> losses of pairs [S / 2]. The margin of a pair is the difference of
+    its rewards."""
     function: PairLossFn
     if isinstance(config, Custom):
         function = _custom_losses(config, each="pair")
@@ -315,7 +316,8 @@ def reward_model_losses(config: RewardModelLoss) -> Callable[[Tensor, Tensor], t
 
 
 def _custom_losses(chosen: Custom, *, each: Literal["pair", "answer"]) -> Callable[..., tuple[Tensor, Metrics]]:
-    """Of a function of the user's own, whose first argument learns: [P, 2] of pairs, [S] of answers."""
+    """Makes losses from a function of the user's own. Its first argument carries the gradient: [P, 2] for pairs, [S]
+    for answers."""
     own = CustomFunction.load(chosen, key="loss")
 
     def losses(learned: Tensor, *others: Tensor | float) -> tuple[Tensor, Metrics]:
@@ -326,7 +328,7 @@ def _custom_losses(chosen: Custom, *, each: Literal["pair", "answer"]) -> Callab
 
 
 def _policy_losses(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, TokenBatch], tuple[Tensor, Metrics]]:
-    """(logprobs [T], old_logprobs [T], batch) -> losses [T] and metrics of the chosen function."""
+    """Returns (logprobs [T], old_logprobs [T], batch) -> losses [T] and metrics, of the chosen function."""
     chosen = config.policy_loss
     if isinstance(chosen, Custom):
         return _custom_policy_losses(chosen)
@@ -359,7 +361,7 @@ def _custom_policy_losses(chosen: Custom) -> Callable[[Tensor, Tensor, TokenBatc
 
 
 def _policy_tensors(logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, ...]:
-    """What every policy loss begins with."""
+    """Returns the first arguments of every policy loss."""
     assert batch.advantages is not None
     return logprobs, old_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens
 

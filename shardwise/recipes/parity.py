@@ -34,11 +34,11 @@ DEFAULT_PROMPTS = ["What is 12 + 30?", "Name three rivers, and the seas that the
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
-"""A whole sequence in one pass; its last tokens one after the other, from the cache of what was before."""
+"""Prefill: a whole sequence in one pass. Decode: its last tokens one by one, with the cache of those before."""
 EngineName = Literal["embedded", "vllm"]
 
 LARGEST_OF_MEAN = 10
-"""The bound of a single token is so many times that of the mean."""
+"""Ratio of the bound of a single token to the bound of the mean."""
 _TINY = 1e-30
 _LEAST_CACHE_BYTES = 1 << 28
 _WIDTH = 160
@@ -46,18 +46,18 @@ _WIDTH = 160
 
 @dataclass(slots=True)
 class Comparison:
-    """Of one phase, over all prompts."""
+    """Differences between the two sides in one phase, over all prompts."""
 
     modules: dict[Place, list[Tensor]] = field(default_factory=dict)
-    """[positions of a prompt], in the trainer's order of execution: the length of the difference of the two vectors, as
-    a share of that of the trainer's, or of the median of its lengths, whichever is longer."""
+    """Place -> [positions] for each prompt, in the trainer's order of execution: the norm of the difference of the two
+    vectors, relative to the norm of the trainer's or the median of its norms, whichever is larger."""
     logprobs: list[Tensor] = field(default_factory=list)
-    """[tokens of a prompt] in nats."""
+    """[tokens] for each prompt: differences of logprobs, in nats."""
     computed: set[str] = field(default_factory=set)
-    """The trainer's modules."""
+    """Names of the trainer's modules that computed something."""
 
     def add(self, ours: Mapping[Place, Tensor], theirs: Mapping[Place, Tensor], *, first: int) -> None:
-        """Compares the positions from `first` on of every place that both sides have."""
+        """Adds the differences at every place that both sides have, at the positions from `first` on."""
         self.computed |= {place.module for place in ours}
         for place, values in ours.items():
             other = theirs.get(place)
@@ -70,20 +70,20 @@ class Comparison:
 
     @property
     def missing_layers(self) -> list[str]:
-        """The trainer's layers that could not be compared, though something was computed."""
+        """The trainer's layers that could not be compared, if the phase computed anything."""
         compared = {place.module for place in self.modules}
         return sorted(name for name in self.computed - compared if _is_layer(name)) if self.logprobs else []
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of the mean over tokens, and of a single one; None where a rounding may send a token to another expert."""
+    """Bounds of the mean and the largest difference; None if rounding may send a token to another expert."""
 
     mean: float
     largest: float | None
 
     def hold(self, parts: Sequence[Tensor]) -> bool:
-        """Whether differences are within both."""
+        """Returns whether differences are within both bounds."""
         return _mean(parts) <= self.mean and (self.largest is None or _largest(parts) <= self.largest)
 
     def __str__(self) -> str:
@@ -107,14 +107,14 @@ def parity(
 
     Args:
         path: a run's output folder (its newest checkpoint), a model folder, or a hub name.
-        dtype: what both compute in. In float32 a mistake stands out by orders of magnitude.
-        prompts: None for two of our own.
-        max_tokens: of a completion.
+        dtype: compute dtype of both sides. In float32 a mistake stands out by orders of magnitude.
+        prompts: None: two of our own.
+        max_tokens: longest completion.
     Returns:
-        Whether all that matters agrees within the bounds of the dtype. Prompts have no images, so of a vision tower
-        nothing is known.
+        Whether all that matters agrees within the bounds of the dtype. Prompts have no images, so a vision tower is
+        not compared.
     Raises:
-        ConfigError: numbers out of range, or what the engine refuses. ModelError: the model cannot be loaded.
+        ConfigError: numbers are out of range, or the engine refuses something. ModelError: the model cannot be loaded.
     """
     if max_tokens < 1:
         raise ConfigError(f"--max-tokens {max_tokens} is not at least 1")
@@ -131,7 +131,7 @@ def parity(
         )
         for text in prompts or DEFAULT_PROMPTS
     ]
-    num_tokens = max(map(len, rendered)) + max_tokens + (engine == "vllm")  # it draws one after what it scores
+    num_tokens = max(map(len, rendered)) + max_tokens + (engine == "vllm")  # it samples one after those it scores
     model.context.require("the prompt + --max-tokens", num_tokens)
     generation = SamplingConfig(
         engine=EmbeddedRollout() if engine == "embedded" else _traceable_vllm(model, num_tokens),
@@ -156,9 +156,10 @@ def parity(
 
 
 def _traceable_vllm(model: OpenedModel, num_tokens: int) -> VllmRollout:
-    """For sequences of so many tokens. All of it has to be seen: no graphs, and no prompt that is remembered."""
+    """Makes the config of a vLLM engine for sequences of `num_tokens`. Every pass has to be seen by hooks: so no CUDA
+    graphs, and no cached prefixes."""
     config = read_model_config(model.folder).get_text_config()
-    token_bytes = 16 * config.num_hidden_layers * config.hidden_size  # keys and values in float32, and as much again
+    token_bytes = 16 * config.num_hidden_layers * config.hidden_size  # keys and values in float32, times 2
     args = {
         "enforce_eager": True,
         "max_model_len": num_tokens,
@@ -170,7 +171,7 @@ def _traceable_vllm(model: OpenedModel, num_tokens: int) -> VllmRollout:
 def _compare(
     found: Mapping[Phase, Comparison], trainer: TrainEngine, rollout: RolloutEngine, request: GenerateRequest
 ) -> None:
-    """Adds to `found` what the two sides compute of one prompt and its completion."""
+    """Adds to `found` how far the two sides are apart on one prompt and its completion."""
     with rollout.trace() as decoding:
         ((completion,),) = rollout.generate([request])
     num_prompt, num_drawn = len(request.prompt_ids), len(completion.token_ids)
@@ -182,7 +183,7 @@ def _compare(
         (outputs,) = trainer.forward(pack([sample], num_shards=1, max_tokens=len(tokens)).shards[0])
     assert outputs.logprobs is not None
     expected, ours = outputs.logprobs, training.of_passes([len(tokens)])
-    # The last token is drawn and goes through no module.
+    # The last token is sampled and goes through no module.
     passes: dict[Phase, tuple[ModuleTrace, list[int], Tensor, Sequence[float]]] = {
         "prefill": (prefilling, [len(tokens)], expected[1:], scored),
         "decode": (decoding, [num_prompt] + [1] * (num_drawn - 1), expected[num_prompt:], completion.logprobs),
@@ -195,7 +196,7 @@ def _compare(
 
 
 def _report(found: Mapping[Phase, Comparison], title: str, dtype: DtypeName, *, has_vision_tower: bool) -> bool:
-    """Prints it. Returns whether the two sides agree."""
+    """Prints the comparison. Returns whether the two sides agree."""
     first = found[PHASES[0]]
     has_experts = any("expert" in name for name in first.computed)
     mean = MEAN_DIFFERENCE_BOUNDS[dtype]
@@ -216,17 +217,17 @@ def _report(found: Mapping[Phase, Comparison], title: str, dtype: DtypeName, *, 
 
 
 def _verdict(found: Comparison, phase: Phase, bounds: Bounds) -> str | None:
-    """What differs first; None for nothing that matters.
+    """Says what differs first; None if nothing that matters does.
 
-    A difference that is gone again behind a later layer is none of what is computed, but of where: vLLM scales
-    embeddings outside the module that transformers scales them in.
+    A difference that is gone again after a later layer is not in what is computed but in where: vLLM scales embeddings
+    outside the module in which transformers scales them.
     """
     if missing := found.missing_layers:
         return (
             f"{len(missing)} layers could not be compared in {phase}, {missing[0]} the first: the rollout engine has "
             "no such module, or went through it otherwise than once for each token or prompt"
         )
-    places = [place for place in found.modules if "rotary" not in place.module]  # those see positions alone
+    places = [place for place in found.modules if "rotary" not in place.module]  # rotary modules only see positions
     agree = [bounds.hold(found.modules[place]) for place in places]
     if found.logprobs and not bounds.hold(found.logprobs) and all(agree[-1:]):
         return (
@@ -248,7 +249,7 @@ def _verdict(found: Comparison, phase: Phase, bounds: Bounds) -> str | None:
 
 
 def _module_of(place: Place, computed: set[str]) -> str:
-    """What computes it: the module itself, or for its input the one around it."""
+    """Returns the module that computes what is at a place: the module itself, or for an input the one around it."""
     name = place.module
     if place.side == "input":
         name = name.rpartition(".")[0]
@@ -267,13 +268,13 @@ def _table(found: Mapping[Phase, Comparison]) -> Table:
 
 
 def _is_of_the_stream(place: Place) -> bool:
-    """Whether it is what a layer gives, or a module that lies in none."""
+    """Returns whether it is the output of a layer, or of a module outside all layers."""
     is_outside = not any(map(str.isdecimal, place.module.split(".")))
     return place.side == "output" and (is_outside or _is_layer(place.module))
 
 
 def _is_layer(module: str) -> bool:
-    """Whether it is one of a list of modules, and in no other."""
+    """Returns whether the module is an element of a module list, and in no other list."""
     *outer, last = module.split(".")
     return last.isdecimal() and not any(map(str.isdecimal, outer))
 

@@ -1,4 +1,4 @@
-"""What can be checked in a second, before any rank starts."""
+"""Checks that take about a second, before any rank starts."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -53,10 +53,14 @@ T = TypeVar("T")
 
 
 def check_inputs(config: RecipeConfig) -> None:
-    """Missing data files, columns that their first rows lack, missing chat templates and model folders, rewards that
-    cannot work, custom functions and environments that cannot be imported, an SGLang that is not there, sequences
-    longer than a model's context, a run in the output folder that this config does not resume or evaluates into, an
-    adapter of another model, or one whose checkpoint has other hashes.
+    """Checks, in this order:
+
+    - the data files exist, and their first rows have the columns that the command reads
+    - chat templates and model folders can be used, and sequences fit into the models' contexts
+    - evaluation: the output folder is not that of a training run
+    - training: torchrun's restarts would not undo what the config asks for, the run in the output folder can be
+      resumed, and an adapter was trained on this model and has the hashes of its checkpoint
+    - rewards, environments, SGLang and custom functions can be used
 
     Raises:
         DataError, ConfigError, ModelError: the first thing that is wrong.
@@ -92,7 +96,7 @@ def check_inputs(config: RecipeConfig) -> None:
 
 
 def check_layouts(config: RecipeConfig, num_ranks: int) -> None:
-    """Whether every engine of a config can be laid out on a job's ranks. Raises ConfigError: one cannot; names it."""
+    """Checks that every engine can be laid out on a job's ranks. Raises ConfigError: one cannot; names it."""
     num_trainers = num_training_ranks(num_ranks, config.rollout.split if isinstance(config, RLConfig) else None)
     for key, layout in _parts(config, LayoutConfig):
         try:
@@ -102,7 +106,7 @@ def check_layouts(config: RecipeConfig, num_ranks: int) -> None:
 
 
 def _row_check(config: RecipeConfig) -> Callable[[Row], None]:
-    """Whether a row has the columns that the command reads."""
+    """Returns the check that a row has the columns that the command reads."""
     match config:
         case RLConfig() | EvalConfig():
             return partial(check_prompt_row, config.data, is_judged=config.reward is not None)
@@ -113,7 +117,7 @@ def _row_check(config: RecipeConfig) -> Callable[[Row], None]:
 
 
 def _parts(config: object, kind: type[T], key: str = "") -> Iterator[tuple[str, T]]:
-    """Everything of one class that a config names, by its key."""
+    """Yields every part of a config that is of one class, with its key."""
     if isinstance(config, kind):
         yield key, config
     elif isinstance(config, Config):
@@ -125,7 +129,7 @@ def _parts(config: object, kind: type[T], key: str = "") -> Iterator[tuple[str, 
 
 
 def _require_no_run(output_dir: Path) -> None:
-    """Raises ConfigError: it is a training run's folder, whose samples and config an evaluation would move aside."""
+    """Raises ConfigError: the folder is a training run's, whose samples and config an evaluation would move aside."""
     if (output_dir / METRICS).exists() or (output_dir / CHECKPOINTS).exists():
         raise ConfigError(
             f"eval.output_dir={output_dir} is the folder of a training run, which has a samples.jsonl and config.yaml "
@@ -134,8 +138,8 @@ def _require_no_run(output_dir: Path) -> None:
 
 
 def _require_restartable(trainer: TrainerConfig) -> None:
-    """Raises ConfigError: torchrun's restarts, which start the same command again after any end but success, would undo
-    what is asked for."""
+    """Raises ConfigError: torchrun, which starts the same command again after any end but success, would undo what the
+    config asks for."""
     if trainer.resume == "never":
         raise ConfigError(
             "trainer.resume=never would begin anew at each of torchrun's restarts; set trainer.resume=auto and a "
@@ -151,7 +155,7 @@ def _require_restartable(trainer: TrainerConfig) -> None:
 
 
 def _check_model(key: str, model: ModelConfig) -> Path | None:
-    """Looks at what is on this machine: a model of the hub is left to whoever downloads it. Returns its folder here."""
+    """Checks a model that is on this machine and returns its folder; one of the hub is left to whoever downloads it."""
     if model.chat_template is not None:
         read_template(model.chat_template)
     try:
@@ -173,5 +177,5 @@ def _check_model(key: str, model: ModelConfig) -> Path | None:
 
 
 def default_num_ranks() -> int:
-    """Two ranks show more than one; on a machine with a single accelerator there is room for one."""
+    """Returns 2, since two ranks show more than one; on a machine with a single accelerator 1."""
     return min(2, torch.accelerator.device_count()) if torch.accelerator.is_available() else 2

@@ -19,7 +19,8 @@ MAX_RESPONSE_TOKENS = 16
 
 
 def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:
-    """Makes problems, a tokenizer and a random model; then SFT, then GRPO; measures before, between and after.
+    """Makes problems, a tokenizer and a random model; trains with SFT, then with GRPO; measures before, between and
+    after.
 
     Leaves in output_dir: summary.json, the files of the RL run (see Run), and sft/ with those of the SFT run.
     """
@@ -65,7 +66,7 @@ def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:
 
 
 def sft_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int) -> SFTConfig:
-    """Enough steps to write the form of an answer, too few to be right most of the time.
+    """Makes the SFT config: enough steps to learn the form of an answer, too few to be right most of the time.
 
     The learning rate stays constant: decayed, it would leave the policy in a valley too narrow for the steps of RL."""
     return SFTConfig.parse(
@@ -92,8 +93,8 @@ def sft_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int)
 
 
 def rl_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int) -> RLConfig:
-    """GRPO, one optimizer step for each rollout batch. Without the division by the group's standard deviation one of
-    three seeds fell back from 0.76 to 0.52 in the last steps."""
+    """Makes the RL config: GRPO, with one optimizer step for each rollout batch. Without division by the group's
+    standard deviation, one of three seeds fell back from 0.76 to 0.52 in the last steps."""
     return RLConfig.parse(
         {
             "model": {"path": str(model)},

@@ -1,4 +1,4 @@
-"""Who does what in reinforcement learning: the ranks that train, those that sample, and the weights between them."""
+"""Divides the ranks of an RL job into those that train and those that sample, and syncs weights between them."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -10,7 +10,7 @@ from shardwise.recipes.engines import build_rollout_engines
 
 
 def num_training_ranks(num_ranks: int, split: Split | None) -> int:
-    """How many of a job's ranks train: the first ones. Raises ConfigError: none would."""
+    """Returns how many of a job's ranks train; they are the first ones. Raises ConfigError: none would."""
     num_apart = 0 if split is None else split.num_ranks
     if num_apart >= num_ranks:
         raise ConfigError(
@@ -22,21 +22,21 @@ def num_training_ranks(num_ranks: int, split: Split | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of a job by what they do."""
+    """The ranks of a job, by what they do."""
 
     trainers: WorkerGroup
     rollouts: WorkerGroup
-    """The trainers themselves, or others."""
+    """The ranks that sample: the trainers themselves, or others."""
     sends_delta: bool = False
-    """Others get only what has changed."""
+    """Whether weight syncs to other ranks carry only what has changed."""
     supervises: bool = False
-    """Rollout engines have processes of their own."""
+    """Whether rollout engines run in processes of their own."""
     shares_memory: bool = False
-    """The rank that sends weights may write them where the only engine has them."""
+    """Whether the rank that sends weights may write straight into the memory of the only rollout engine."""
 
     @classmethod
     def of(cls, group: WorkerGroup, config: RLConfig) -> Self:
-        """Divides the ranks of a job as rollout.placement says."""
+        """Divides the ranks of a job according to rollout.placement."""
         split, supervises = config.rollout.split, config.rollout.engine.process is not None
         if split is None:
             return cls(group, group, supervises=supervises)
@@ -64,7 +64,7 @@ class Ranks:
         return self.rollouts is not self.trainers
 
     def interrupt_sampling(self) -> None:
-        """Lets the rollout engines return what they have so far, while another thread calls them."""
+        """Makes the rollout engines return what they have so far, while another thread's call to them runs."""
         assert self.rollouts.background is not None, "ranks that sample work in the background too"
         self.rollouts.background.call("interrupt")
 
@@ -83,7 +83,7 @@ class Ranks:
         )
 
     def sync_weights(self, version: int) -> list[dict[str, Any]]:
-        """Lets the rollout engines serve the policy's weights, verified. Returns their SyncReceipts."""
+        """Brings the policy's weights into the rollout engines, verified. Returns their SyncReceipts."""
         if not self.are_split:
             return self.trainers.call("sync_weights", version)
         receive = BackgroundCall(lambda: self.rollouts.call("pull_weights", version, self.sends_delta))
@@ -91,8 +91,8 @@ class Ranks:
         return receive.result()
 
     def seconds_per_byte(self) -> float:
-        """What a byte of the weights takes to the rollout engines with nothing else to do, measured: nothing else may
-        go on meanwhile."""
+        """Measures the seconds that a byte of the weights takes to the rollout engines with nothing else to do; nothing
+        else may run meanwhile."""
         if not self.are_split:
             return max(self.trainers.call("measure_sync"))
         receive = BackgroundCall(lambda: self.rollouts.call("measure_pull"))
@@ -101,6 +101,6 @@ class Ranks:
         return max(seconds for seconds in measured if seconds is not None)
 
     def take_restarts(self) -> dict[str, float]:
-        """How often processes of rollout engines were replaced since the last call, for `Run.report`; nothing where
-        they have none. Waits for what is being sampled."""
+        """Returns how often processes of rollout engines were replaced since the last call, for `Run.report`; empty if
+        they have no processes of their own. Waits for what is being sampled."""
         return {"rollout/engine_restarts": sum(self.rollouts.call("take_restarts"))} if self.supervises else {}

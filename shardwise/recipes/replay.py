@@ -1,4 +1,4 @@
-"""Runs an optimizer step again that was skipped, on one process, and compares what happens with what was recorded."""
+"""Replays a skipped optimizer step on one process, and compares what happens with what was recorded."""
 
 import bisect
 import json
@@ -16,16 +16,16 @@ from shardwise.recipes.bundles import Bundle, MicroBatch, by_time
 from shardwise.types import TokenBatch
 
 MAX_SHOWN = 8
-"""Micro-batches, and rows of one."""
+"""Most micro-batches, and most rows of a micro-batch, that are printed."""
 TAIL_TOKENS = 48
-"""What is shown of a row."""
+"""Tokens at the end of a row that are printed."""
 
 Met = tuple[MicroBatch, Fault]
 """A fault, and the micro-batch it is in."""
 
 
 def replay(path: str, device: torch.device, *, micro_batch: int | None = None) -> bool:
-    """Prints what was found. Runs on one rank, whatever layout wrote the bundle.
+    """Replays the step and prints what was found. Runs on one rank, whatever layout wrote the bundle.
 
     Args:
         path: a bundle, `nonfinite/step_N` of a run.
@@ -65,9 +65,9 @@ def _chosen(bundle: Bundle, micro_batch: int | None) -> list[MicroBatch]:
 
 
 def run_again(bundle: Bundle, batches: Sequence[MicroBatch], device: torch.device) -> Diagnosis:
-    """Runs these micro-batches as their ranks did, one after the other."""
+    """Runs the micro-batches as their ranks did, but one after the other."""
     source, loss = bundle.source(), bundle.step.loss.make()
-    engine = source.build(device, optimizer=OptimizerConfig(), require_finite=False)  # it makes no update
+    engine = source.build(device, optimizer=OptimizerConfig(), require_finite=False)  # no update is made
     engine.state.load_numbers(bundle.step.numbers)
     tokens = [batch.tokens for batch in batches]
     teacher, teacher_outputs = bundle.teacher_source(), None
@@ -88,7 +88,7 @@ def run_again(bundle: Bundle, batches: Sequence[MicroBatch], device: torch.devic
 def _differences(
     bundle: Bundle, batches: Sequence[MicroBatch], found: Diagnosis, met: Sequence[Met], *, is_whole: bool
 ) -> Iterator[str]:
-    """What was recorded and did not happen again, or not in the same place."""
+    """Yields, in words, what was recorded and did not happen again, or not in the same place."""
     step = bundle.step
     for batch, loss in zip(batches, found.losses, strict=True):
         if math.isfinite(loss) != math.isfinite(batch.loss):
@@ -131,7 +131,7 @@ def _report(
 
 
 def _rows(bundle: Bundle, tokens: TokenBatch, fault: Fault) -> Iterator[str]:
-    """The row that the fault is in; all of the micro-batch where it is in none."""
+    """Describes the row that the fault is in; the rows of the whole micro-batch if it is in none."""
     starts, rows = tokens.cu_seqlens.tolist(), range(len(tokens.uids))
     if fault.token is not None:
         rows = range(bisect.bisect_right(starts, fault.token) - 1, len(rows))[:1]

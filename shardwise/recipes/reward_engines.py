@@ -24,11 +24,11 @@ class ModelScorer:
         context_tokens: int | None,
         media_token_ids: Collection[int] = (),
     ) -> None:
-        """Around an engine that is built.
+        """
 
         Args:
             context_tokens: the longest sequence the model was made for; None where it sets no limit.
-            media_token_ids: that stand for parts of images and videos, of which it is shown none.
+            media_token_ids: tokens that stand for parts of images and videos, which the model is never shown.
         """
         self.engine = engine
         self._tokenizer = tokenizer
@@ -36,8 +36,8 @@ class ModelScorer:
         self._media_token_ids = frozenset(media_token_ids)
 
     def score(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, Answer]]:
-        """(place of the job, answer) of every job; one that is too long for a micro-batch or the model's context, or
-        whose text spells what stands for images, is a failure."""
+        """Yields (index of the job, answer) for every job. A job that is too long for a micro-batch or the model's
+        context, or whose text spells a token that stands for images, gets a failure as its answer."""
         samples = [self._render(job) for job in jobs]
         failures = [self._failure(sample.token_ids.tolist()) for sample in samples]
         scored = [place for place, failure in enumerate(failures) if failure is None]
@@ -47,7 +47,7 @@ class ModelScorer:
             yield place, Answer(score=found[place]) if failure is None else Answer(failure=failure)
 
     def _failure(self, token_ids: list[int]) -> str | None:
-        """Why the sequence cannot be scored."""
+        """Returns why the sequence cannot be scored; None if it can."""
         cap = self.engine.layout.max_tokens_per_micro_batch
         cap = cap if self._context_tokens is None else min(cap, self._context_tokens)
         if len(token_ids) > cap:
@@ -71,7 +71,7 @@ class ModelScorer:
 
 
 def build_reward_engines(config: RewardConfig, group: WorkerGroup) -> dict[str, ModelScorer]:
-    """The reward models of a run, by the names of their entries."""
+    """Builds the reward models of a run. Returns entry name -> scorer."""
     scorers = {}
     for entry in config.functions:
         if isinstance(entry, ModelReward):

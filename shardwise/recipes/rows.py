@@ -1,4 +1,4 @@
-"""What recipes that train on given rows have in common: batches of rows, step after step, and held-out rows."""
+"""What recipes that train on given rows share: a batch of rows for each step, and held-out rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,37 +15,38 @@ from shardwise.types import Metrics, MetricValue, Sample
 
 @dataclass(frozen=True, slots=True)
 class TrainingRows:
-    """The rows of a run. A row is one sample, or several that are compared and stand one behind the other."""
+    """The rows of a run. A row is one sample, or several consecutive ones that are compared with each other."""
 
     samples: list[Sample]
     held_out: list[Sample] | None
-    """None where nothing is validated."""
+    """None if the run does not validate."""
     samples_per_row: int
     total_steps: int
     counts: Metrics
-    """data/...: what was read and what was left out."""
+    """Metrics data/...: how much was read and how much was left out."""
     loader: BatchLoader
     rows_may_differ: bool
-    """From those of the run that is resumed."""
+    """Whether they may differ from the rows of the run that is resumed."""
 
     def batch(self, step: int) -> list[Sample]:
-        """The samples of a step, counted from 1."""
+        """Returns the samples of a step; steps count from 1."""
         size = self.samples_per_row
         return [self.samples[size * row + place] for row in self.loader.indices(step - 1) for place in range(size)]
 
     def held_out_parts(self) -> Iterator[list[Sample]]:
-        """The held-out samples: as many at a time as a step has where one has images, whose pixels are not kept."""
+        """Yields the held-out samples: all at once, or if one has images, whose pixels are not kept, as many at a time
+        as a step has."""
         assert self.held_out is not None
         has_images = any(sample.image_refs for sample in self.held_out)
         size = self.loader.batch_size * self.samples_per_row if has_images else len(self.held_out)
         return (self.held_out[start : start + size] for start in range(0, len(self.held_out), size))
 
     def state_dict(self) -> dict[str, Any]:
-        """Which rows a step has follows from its number and from how many there are."""
+        """Returns the number of rows: it and the step's number determine the rows of a step."""
         return {"num_rows": self.loader.num_rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises DataError: the run that gave the state had more or fewer rows, which may not be."""
+        """Compares the number of rows with that in the state. Raises DataError: it differs, and may not."""
         compare_rows(state["num_rows"], self.loader.num_rows, may_differ=self.rows_may_differ)
 
 

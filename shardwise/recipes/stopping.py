@@ -1,4 +1,4 @@
-"""Stopping between two steps, with a checkpoint: because a signal asks for it, or the time is up."""
+"""Stops a run between two steps, with a checkpoint, because a signal asks for it or the time is up."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Stopped(Exception):
-    """A run has saved and stopped before its last step; the message says why, and how it goes on."""
+    """A run has saved and stopped before its last step; the message says why, and how to continue."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -32,8 +32,8 @@ class Stopping:
     once.
 
     From the first signal on, trainer.stop_grace_seconds are left for the step, the save, and leaving the context; then
-    the process ends as it is. A second signal ends it at once, under torchrun one that is no copy of the first. A rank
-    that `launch` started leaves that to it, which may repeat a signal that went to all processes.
+    the process ends without more. A second signal ends it at once; under torchrun, one that is no copy of the first. A
+    rank that `launch` started leaves second signals to `launch`, which may repeat one that went to all processes.
     """
 
     def __init__(self, trainer: TrainerConfig) -> None:
@@ -56,7 +56,8 @@ class Stopping:
         self._open.close()
 
     def count_step(self, seconds: float) -> None:
-        """Tells how long a step took. Warns once where none but the first, which may compile, fits into the grace."""
+        """Takes the duration of a step. Warns once if a step other than the first, which may compile, exceeds the grace
+        period."""
         self._longest_step_seconds = max(self._longest_step_seconds, seconds)
         self._num_steps += 1
         grace = self._trainer.stop_grace_seconds
@@ -69,15 +70,15 @@ class Stopping:
             )
 
     def is_due(self, *, save_seconds: float | None) -> bool:
-        """Whether the run has to stop before its next step.
+        """Returns whether the run has to stop before its next step.
 
         Args:
-            save_seconds: what a save takes; None before the first, which then counts as the longest step.
+            save_seconds: how long a save takes; None before the first: assumes that of the longest step.
         """
         return self._signal is not None or self._is_time_up(save_seconds)
 
     def stopped(self, step: int) -> Stopped:
-        """The exception to leave the recipe with, after `step` was saved."""
+        """Returns the exception to leave the recipe with, after `step` was saved."""
         trainer = self._trainer
         if self._signal is not None:
             reason, code = f"stopped by {self._signal.name}", code_of_signal(self._signal)
@@ -88,14 +89,14 @@ class Stopping:
         return Stopped(f"{reason}; resumable: {_same_command(trainer)} continues after step {step}", code)
 
     def _is_time_up(self, save_seconds: float | None) -> bool:
-        """Whether another step and a save might not fit in."""
+        """Returns whether another step and a save might exceed trainer.max_time_seconds."""
         if self._trainer.max_time_seconds is None:
             return False
         needed = self._longest_step_seconds + (self._longest_step_seconds if save_seconds is None else save_seconds)
         return seconds_since_start() + needed > self._trainer.max_time_seconds
 
     def _react(self, number: int) -> None:
-        """In the thread of signals."""
+        """Reacts to a signal; called in the signals' thread."""
         is_second = self._second.has_come()
         if self._signal is None:
             self._signal = signal.Signals(number)
@@ -120,7 +121,7 @@ class Stopping:
 
 
 def without_saving(trainer: TrainerConfig) -> str:
-    """How a run ended that was given no time to save, and what it resumes from."""
+    """Says in words how a run ended that had no time to save, and what it resumes from."""
     if not trainer.save_state:
         return "without saving; not resumable, for trainer.save_state=false"
     run = Path(trainer.output_dir)
@@ -132,7 +133,8 @@ def without_saving(trainer: TrainerConfig) -> str:
 
 
 def _checkpoints_at_once(run: Path) -> list[Path] | None:
-    """The newest first; None where the file system does not answer, which may be why the run is late."""
+    """Returns the checkpoints, newest first; None if the file system does not answer at once, which may be why the run
+    is late."""
     found: list[list[Path]] = []
 
     def look() -> None:

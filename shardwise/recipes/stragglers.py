@@ -1,4 +1,4 @@
-"""Which rank is slower than the others."""
+"""Finds the rank that is slower than the others."""
 
 import re
 from collections import defaultdict
@@ -9,13 +9,13 @@ from statistics import fmean
 from shardwise.types import Metrics
 
 _BUSY = re.compile(r"(?P<model>\w+)/busy/(?P<phase>\w+)/rank_(?P<rank>\d+)")
-"""The metrics of `BusyClock`."""
+"""Matches the metrics of `BusyClock`."""
 SLOW = 2.0
 WORTH_A_WORD = 0.1
 
 
 def without_busy(metrics: Metrics) -> tuple[Metrics, dict[str, dict[int, float]]]:
-    """The metrics that the same seed gives again, and by model and phase the seconds that every rank computed."""
+    """Splits metrics into those that the same seed reproduces, and "MODEL/PHASE" -> rank -> computing seconds."""
     busy: defaultdict[str, dict[int, float]] = defaultdict(dict)
     rest: Metrics = {}
     for name, value in metrics.items():
@@ -34,9 +34,9 @@ class Straggler:
     phase: str
     rank: int
     seconds: float
-    """For which it computed."""
+    """Seconds for which it computed."""
     others_seconds: float
-    """On average."""
+    """Mean of the other ranks."""
 
     @property
     def imbalance(self) -> float:
@@ -45,7 +45,7 @@ class Straggler:
 
 
 def stragglers(busy: Mapping[str, Mapping[int, float]]) -> list[Straggler]:
-    """Of every phase that several ranks had."""
+    """Returns the slowest rank of every phase that several ranks had."""
     found = []
     for phase, seconds in busy.items():
         if len(seconds) > 1:
@@ -56,7 +56,7 @@ def stragglers(busy: Mapping[str, Mapping[int, float]]) -> list[Straggler]:
 
 
 def straggler_metrics(found: Iterable[Straggler]) -> dict[str, float]:
-    """`PHASE_slowest_rank` and `PHASE_imbalance` of every phase."""
+    """Returns `PHASE_slowest_rank` and `PHASE_imbalance` of every phase."""
     metrics: dict[str, float] = {}
     for one in found:
         metrics |= {f"{one.phase}_slowest_rank": one.rank, f"{one.phase}_imbalance": one.imbalance}
@@ -64,8 +64,8 @@ def straggler_metrics(found: Iterable[Straggler]) -> dict[str, float]:
 
 
 def slow_rank(found: Iterable[Straggler], *, step_seconds: float) -> dict[str, float]:
-    """For the line of a step: the rank that holds up the others most, if any is `SLOW` times as slow as they are and
-    costs them `WORTH_A_WORD` of the step."""
+    """Returns the rank that holds up the others most, for the line of a step, if any is `SLOW` times as slow as they
+    are and costs them `WORTH_A_WORD` of the step."""
     slow = [
         one
         for one in found

@@ -1,4 +1,4 @@
-"""Brings the policy's weights to the rollout engines, and probes that both compute the same with them."""
+"""Brings the policy's weights to the rollout engines, and probes whether both sides compute the same with them."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,18 @@ from shardwise.types import Example, ImageRef, Metrics, MetricValue, Sample
 
 PROBE_SEQUENCES = 2
 PROBE_TOKENS = 13
-"""Of a sequence; all but the first are compared."""
+"""Longest probed sequence; all its tokens but the first are compared."""
 LONGEST_SEEN = 4096
-"""Tokens of a prompt with images that is looked at, which takes a forward pass of all of them on each side."""
+"""Longest prompt with images that is probed, which takes a forward pass over all its tokens on each side."""
 
 MEAN_DIFFERENCE_BOUNDS = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""In nats, by compute dtype: several times what rounding makes, for the two sides add up in different orders. The mean
-is judged and not the largest, because in a mixture of experts a rounding may send a token to another expert."""
+"""Compute dtype -> bound of the mean difference, in nats: several times what rounding causes, since the two sides add
+up in different orders. The bound is on the mean and not on the largest difference, because in a mixture of experts
+rounding may send a token to another expert."""
 
 
 class WeightSync:
-    """Syncs after a step, and compares logprobs of known tokens after the first sync and every n-th."""
+    """Syncs weights after a step, and compares logprobs of known tokens after the first sync and every n-th."""
 
     def __init__(
         self,
@@ -39,23 +40,23 @@ class WeightSync:
     ) -> None:
         """
         Args:
-            examples: where the known tokens are taken from.
+            examples: the prompts that the known tokens are taken from.
             probe_every_syncs: 0 never probes.
-            image_token_id: of a model that sees images: is compared nowhere.
+            image_token_id: the token that stands for images, if the model sees any; never compared.
         """
         self._policy, self._ranks, self._every = policy, ranks, probe_every_syncs
         self._known = known_prompts(examples, image_token_id) if probe_every_syncs else []
         self._last_probed: int | None = None
         self._seconds_per_byte: float | None = None
         self.shares: dict[str, float] = {}
-        """Of the seconds of the last sync: sync/share_of_limit those that its bytes take with nothing else to do;
-        sync/share_of_proof those in which nothing was done but proving it, of the rank that spent most."""
+        """Shares of the last sync's seconds: sync/share_of_limit is what moving its bytes would take with nothing else
+        to do, sync/share_of_proof what verification alone took on the rank where it took longest."""
 
     def sync(self, version: int) -> Metrics:
-        """Returns only once every rollout engine serves this version, proven.
+        """Syncs the weights. Returns only once every rollout engine verifiably serves this version.
 
         Raises:
-            WeightSyncError: an engine serves something else than was sent, or than another one serves.
+            WeightSyncError: an engine serves other weights than were sent, or than another engine serves.
         """
         if self._seconds_per_byte is None:
             self._seconds_per_byte = self._ranks.seconds_per_byte()
@@ -70,8 +71,8 @@ class WeightSync:
         return {"sync/bytes": MetricValue.sum(receipts[0]["num_bytes_moved"])}
 
     def probe(self, version: int) -> Metrics:
-        """Compares logprobs, where they are due; nothing may be sampled meanwhile. The first probe reports nothing, so
-        that a run that resumes from a checkpoint writes the metrics of one that was never interrupted.
+        """Compares logprobs if a probe is due; nothing may be sampled meanwhile. The first probe reports nothing, so
+        that a run that resumes from a checkpoint writes the same metrics as one that was never interrupted.
 
         Raises:
             WeightSyncError: they differ by more than rounding.
@@ -89,7 +90,7 @@ class WeightSync:
         }
 
     def _differences(self, version: int) -> Tensor:
-        """[N] over all known tokens and all ranks with a rollout engine."""
+        """[N] differences in nats, over all known tokens and all ranks with a rollout engine."""
         scored = self._policy.score([prompt.sample for prompt in self._known], temperature=1.0)
         expected = [values[1:].tolist() for values in scored]
         compare = partial(compare_logprobs, version, self._known, expected, dtype=self._policy.layout.param_dtype)
@@ -101,19 +102,19 @@ class WeightSync:
 
 @dataclass(frozen=True, slots=True)
 class KnownPrompt:
-    """Tokens of which trainer and rollout engine have to find the same."""
+    """Tokens for which trainer and rollout engine have to compute the same logprobs."""
 
     uid: str
     token_ids: list[int]
     places: list[int]
-    """Of those that are compared, from 1 on."""
+    """Positions of the tokens that are compared, from 1 on."""
     position_ids: Tensor | None = None
-    """[3, L] int64, as those of an Example."""
+    """[3, L] int64, as in Example."""
     image_refs: list[ImageRef] = field(default_factory=list)
 
     @property
     def sample(self) -> Sample:
-        """For the trainer."""
+        """The prompt as a Sample for the trainer."""
         return Sample(
             uid=self.uid,
             token_ids=torch.tensor(self.token_ids),
@@ -124,9 +125,9 @@ class KnownPrompt:
 
 
 def known_prompts(examples: Sequence[Example], image_token_id: int | None = None) -> list[KnownPrompt]:
-    """The beginnings of a few prompts, without their images. Where none is longer than a word, words said twice: only
-    the second has a logprob. And the shortest prompt with images, whole: the first words behind its first image are
-    compared."""
+    """Returns the beginnings of a few prompts, without their images; if none is longer than a token, tokens repeated,
+    since a sequence's first token has no logprob. Also returns the shortest prompt with images, whole, of which the
+    first tokens after the first image are compared."""
     words = ([token for token in example.prompt_ids if token != image_token_id] for example in examples)
     beginnings = [tokens[:PROBE_TOKENS] for tokens in words if tokens]
     scored = [tokens for tokens in beginnings if len(tokens) > 1]
@@ -167,10 +168,10 @@ def compare_logprobs(
     """[N] differences in nats over all places that are compared.
 
     Args:
-        expected, found: of every token after the first, by the trainer and by the rollout engine of `rank`.
-        dtype: what both compute in.
+        expected, found: logprobs of every token after the first, by the trainer and by the rollout engine of `rank`.
+        dtype: the compute dtype of both.
     Raises:
-        WeightSyncError: their mean is above the bound of the dtype; names the token with the largest.
+        WeightSyncError: their mean is above the dtype's bound; names the token with the largest difference.
     """
     tokens = [(number, place) for number, prompt in enumerate(known) for place in prompt.places]
     trainer, rollout = (

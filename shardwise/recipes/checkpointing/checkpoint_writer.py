@@ -1,4 +1,4 @@
-"""What every rank writes in the background, while its engines train on."""
+"""Writes each rank's part of a checkpoint in the background, while its engines train on."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     Staged = StagedExport | StagedAdapter | StagedState
 
 Outcome = dict[str, Any]
-"""{"result": of a call, "error": why there is none, or ""}: one rank's failure must not end the others."""
+"""{"result": a call's result, "error": why there is none, or ""}: one rank's failure must not end the others."""
 
 
 class CheckpointWriter:
-    """Writes what the engines of this rank have staged. Its methods are called on every rank beside the worker's; those
-    that touch files answer with an Outcome."""
+    """Writes what the engines of this rank have staged. Its methods are called on every rank, alongside the worker's;
+    those that touch files return an Outcome."""
 
     def __init__(self, rank: int, links: Links) -> None:
         """
         Args:
-            links: over which nothing but these calls travels.
+            links: connections that only these calls use.
         """
         self._rank = rank
         self._links = links
@@ -41,17 +41,17 @@ class CheckpointWriter:
         self._states: dict[str, StagedState] = {}
 
     def add_export(self, role: str, subfolder: str, export: StagedExport, model: ModelConfig) -> None:
-        """The next checkpoint holds it in `subfolder`, with the tokenizer of the model's config."""
+        """Adds it to the next checkpoint, in `subfolder`, with the tokenizer of the model's config."""
         self._staged.setdefault(role, []).append(export)
         self._exports[subfolder] = export, model
 
     def add_adapter(self, role: str, subfolder: str, adapter: "StagedAdapter") -> None:
-        """The next checkpoint holds it in `subfolder`."""
+        """Adds it to the next checkpoint, in `subfolder`."""
         self._staged.setdefault(role, []).append(adapter)
         self._adapters[subfolder] = adapter
 
     def add_state(self, role: str, subfolder: str, state: "StagedState") -> None:
-        """The next checkpoint holds it in `subfolder`."""
+        """Adds it to the next checkpoint, in `subfolder`."""
         self._staged.setdefault(role, []).append(state)
         self._states[subfolder] = state
 
@@ -60,16 +60,16 @@ class CheckpointWriter:
         self._staged, self._exports, self._adapters, self._states = {}, {}, {}, {}
 
     def nonfinite_tensors(self, role: str) -> list[str]:
-        """The staged weights and optimizer states of which this rank's part holds NaN or an infinity. Waits for: their
-        copies."""
+        """Returns names of staged weights and optimizer states whose part on this rank holds NaN or an infinity. Waits
+        for: their copies."""
         return list(dict.fromkeys(name for staged in self._staged.get(role, []) for name in staged.nonfinite_names()))
 
     def write(self, checkpoint: str) -> Outcome:
-        """Writes this rank's files. The result holds the ShardFile of each state, by subfolder."""
+        """Writes this rank's files. The Outcome's result is subfolder -> ShardFile of the state there."""
         folder, failures = Path(checkpoint), list[str]()
 
         def attempt(subfolder: str, work: Callable[[Path], Any]) -> Any:
-            """The others need this rank's part of what follows, so a failure is noted."""
+            """Notes a failure and does not raise it: the other ranks need this rank's part of what follows."""
             path = folder / subfolder
             made = _outcome(path, partial(_make_inside, folder, path))
             done = _outcome(path, partial(work, path))
@@ -77,7 +77,7 @@ class CheckpointWriter:
             return done["result"]
 
         with ThreadPoolExecutor(1, thread_name_prefix="state") as thread:
-            # Who writes no model would wait for those who do.
+            # In a thread, since a rank that writes no model would wait for those that do.
             files = {
                 subfolder: thread.submit(attempt, subfolder, state.write) for subfolder, state in self._states.items()
             }
@@ -93,12 +93,12 @@ class CheckpointWriter:
         return {"result": records, "error": failures[0] if failures else ""}
 
     def finish(self, checkpoint: str, written: Sequence[dict[str, Any]]) -> Outcome:
-        """When every rank has written: what `write` gave, by rank. Rank 0 writes the indexes. What was staged stays
-        until `clear`, so that all of it can be written again."""
+        """Has rank 0 write the indexes, when every rank has written; `written`: what `write` returned, by rank. What
+        was staged stays until `clear`, so that all of it can be written again."""
         return _outcome(Path(checkpoint), partial(self._write_indexes, Path(checkpoint), written))
 
     def hash_files(self, checkpoint: str) -> Outcome:
-        """Of this rank's share of a checkpoint's files, for its manifest."""
+        """Hashes this rank's share of a checkpoint's files, for its manifest."""
         return _outcome(Path(checkpoint), partial(hash_share, Path(checkpoint)))
 
     def _write_indexes(self, folder: Path, written: Sequence[dict[str, Any]]) -> None:
@@ -112,7 +112,7 @@ class CheckpointWriter:
 
 
 def _make_inside(checkpoint: Path, path: Path) -> None:
-    """Makes a folder in what rank 0 has made. Raises ExportError: this rank does not see that; OSError."""
+    """Makes a folder in the one that rank 0 has made. Raises ExportError: this rank does not see that; OSError."""
     if not checkpoint.is_dir():
         raise ExportError(
             f"{checkpoint} is not there on {socket.gethostname()}: trainer.output_dir has to be on a file system that "

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are, and the weights in them."""
+"""Finds the checkpoints of a run, and the weights in them."""
 
 import os
 import re
@@ -11,15 +11,15 @@ from typing import Self
 from shardwise.config import ModelError
 
 CHECKPOINTS = "checkpoints"
-"""In a run's output folder."""
+"""Subfolder of a run's output folder."""
 LATEST = "latest"
-"""In CHECKPOINTS: the name of the newest, for people and scripts. Nothing here reads it: the folders tell."""
+"""File in CHECKPOINTS that names the newest, for people and scripts. Nothing here reads it: folder names suffice."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""What makes a folder one that holds an adapter."""
+"""File that marks a folder as one of an adapter."""
 WEIGHTS = "hf"
-"""In a checkpoint: the folder that Hugging Face loads."""
+"""Subfolder of a checkpoint that Hugging Face loads."""
 _ADAPTER = "adapter"
-"""In a checkpoint: the folder that peft loads."""
+"""Subfolder of a checkpoint that peft loads."""
 
 _STEP = re.compile(r"step_(\d+)")
 """The name of a checkpoint's folder."""
@@ -35,14 +35,14 @@ class Checkpoint:
 
     @classmethod
     def at(cls, folder: Path) -> Self:
-        """What is in the folder."""
+        """Looks at what is in the folder."""
         hf, adapter = folder / WEIGHTS, folder / _ADAPTER
         return cls(folder, hf if hf.is_dir() else None, adapter if adapter.is_dir() else None)
 
 
 def latest_checkpoint(path: str) -> Checkpoint | None:
-    """The newest of a run's output folder that holds weights, or the one that `path` is itself; None if it is neither
-    or has none."""
+    """Returns the newest checkpoint with weights of a run's output folder, or the checkpoint that `path` itself is;
+    None if it is neither or there are no weights."""
     folder = Path(path)
     found = [Checkpoint.at(one) for one in step_folders(folder).values()]
     if is_checkpoint(folder):
@@ -51,12 +51,12 @@ def latest_checkpoint(path: str) -> Checkpoint | None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether it is a checkpoint by its name, and no model itself."""
+    """Returns whether the folder is named like a checkpoint, and is no model itself."""
     return bool(_STEP.fullmatch(Path(os.path.abspath(folder)).name)) and not (folder / "config.json").is_file()
 
 
 def checkpoint_of(weights: Path) -> Path | None:
-    """The checkpoint in a run's folder that hf/, adapter/, critic/hf/ and the like lie in; None elsewhere."""
+    """Returns the checkpoint of a run that contains this hf/, adapter/, critic/hf/ or the like; None elsewhere."""
     within = weights.resolve()
     if within.name not in (WEIGHTS, _ADAPTER):
         return None
@@ -65,10 +65,10 @@ def checkpoint_of(weights: Path) -> Path | None:
 
 @contextmanager
 def reading(weights: Path) -> Iterator[None]:
-    """Around what reads a folder of weights, which a run that goes on may remove meanwhile.
+    """Wraps code that reads a folder of weights, which a run in progress may remove meanwhile.
 
     Raises:
-        ModelError: it did, in place of what that led to.
+        ModelError: the run removed it; replaces the error that this led to.
     """
     checkpoint = checkpoint_of(weights) if weights.is_dir() else None
     try:
@@ -83,25 +83,25 @@ def reading(weights: Path) -> Iterator[None]:
 
 
 def step_folders(run: Path) -> dict[int, Path]:
-    """The checkpoints of a run's output folder by their steps, the newest first."""
+    """Returns step -> checkpoint folder, for a run's output folder, the newest first."""
     folders = (run / CHECKPOINTS).glob("step_*")
     steps = {int(match[1]): path for path in folders if (match := _STEP.fullmatch(path.name))}
     return dict(sorted(steps.items(), reverse=True))
 
 
 def newest_mark(run: Path) -> tuple[str, int] | None:
-    """The newest checkpoint and when it was written, which tells it from an earlier one of the same step."""
+    """Returns the newest checkpoint's path and mtime in ns, which tells it from an earlier one of the same step."""
     newest = next(iter(step_folders(run).values()), None)
     return None if newest is None else (str(newest), newest.stat().st_mtime_ns)
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Returns where the checkpoint of a step is."""
     return run / CHECKPOINTS / f"step_{step}"
 
 
 def write_latest(run: Path, step: int) -> None:
-    """Names the checkpoint of a step in `checkpoints/latest`, whole or not at all. Raises OSError."""
+    """Writes the name of a step's checkpoint into `checkpoints/latest`, whole or not at all. Raises OSError."""
     path = run / CHECKPOINTS / LATEST
     partial = path.with_name(f".{LATEST}.tmp")
     partial.write_text(f"{step_folder(run, step).name}\n", encoding="utf-8")
@@ -109,7 +109,7 @@ def write_latest(run: Path, step: int) -> None:
 
 
 def _require_no_run(folder: Path) -> None:
-    """Raises ModelError: a run's folder, or one within it, that holds no weights."""
+    """Raises ModelError: the folder is that of a run, lies in it or holds runs, and has no weights itself."""
     if (folder / "config.json").is_file():
         return
     if (folder / CHECKPOINTS).is_dir() or (folder / "metrics.jsonl").is_file():
@@ -125,11 +125,11 @@ def _require_no_run(folder: Path) -> None:
 
 
 def latest_hf_folder(path: str) -> str:
-    """The `hf/` folder of the newest checkpoint if `path` is a run's output folder, of the checkpoint if it is one;
-    else `path` itself.
+    """Returns the `hf/` folder of the newest checkpoint if `path` is a run's output folder, of the checkpoint if it is
+    one; else `path` itself.
 
     Raises:
-        ModelError: that checkpoint holds an adapter only, or the run has none yet.
+        ModelError: the checkpoint holds only an adapter, or the run has no checkpoint yet.
     """
     checkpoint = latest_checkpoint(path)
     if checkpoint is None:

@@ -15,7 +15,7 @@ from shardwise.engine.safetensors_file import SafetensorsReader
 from shardwise.recipes.checkpointing.checkpoints import ADAPTER_CONFIG, latest_hf_folder
 
 Fingerprints = dict[str, list[list[str]]]
-"""By config key the name and the xxh3 of every file.
+"""Config key -> [name, xxh3] of every file.
 
 Example: `{"model.path": [["config.json", "5d41402abc4b2a76"], ["model.safetensors", "9c56cc51b374c3ba"]]}`
 """
@@ -27,18 +27,18 @@ _TOKENIZER = (
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
 )
 _BLOCK_BYTES = 1 << 20
-"""That are read at once."""
+"""Bytes that are read at once; also the size from which weights are hashed only in parts."""
 _WHOLE = "whole:"
-"""What the hash of a large file begins with that was read to its end."""
+"""Prefix of the hash of a large file that was read to its end."""
 _TENSOR_BYTES = 1 << 12
-"""That are looked at where a tensor begins, and in its middle."""
+"""Bytes that are hashed at the beginning of a tensor, and in its middle."""
 
 
 def fingerprints(config: TrainingConfig) -> Fingerprints:
-    """Of every model and of the training data, as far as they are on this machine.
+    """Fingerprints every model and the training data, as far as they are on this machine.
 
-    Of weights above 1 MiB the beginning and the middle of every tensor are looked at: they are noticed if any part of
-    the model was trained, and may not be if a few numbers were changed by hand. Other files are read whole.
+    Weight files above 1 MiB are hashed at the beginning and in the middle of every tensor: this notices if any part of
+    the model was trained, but maybe not if a few numbers were changed by hand. Other files are read whole.
 
     Raises:
         ConfigError: a file cannot be read. ModelError: one with weights is damaged.
@@ -48,7 +48,7 @@ def fingerprints(config: TrainingConfig) -> Fingerprints:
 
 
 def model_fingerprints(config: Config) -> Fingerprints:
-    """Of every model alone. Raises as `fingerprints`."""
+    """Fingerprints every model in a config, without data. Raises as `fingerprints`."""
     return _digests(dict(_model_files(config)))
 
 
@@ -57,14 +57,15 @@ def _digests(files: Mapping[str, Sequence[Path]]) -> Fingerprints:
 
 
 def changed_files(before: Mapping[str, Sequence[Sequence[str]]], now: Fingerprints) -> dict[str, str]:
-    """By config key the name of the first file that differs; keys of which there is nothing now are left out. Files of
-    processors count where there was one: early checkpoints have none, and nothing has read images without."""
+    """Returns config key -> name of the first file that differs, without keys that have no files now. Files of
+    processors count only if there were some before: early checkpoints have none, and without them nothing has read
+    images."""
     changed = {}
     for key, files in before.items():
         if key not in now:
             continue
         known = {file[0]: file[1] for file in files}
-        unknown = PROCESSOR_FILES if known.keys().isdisjoint(PROCESSOR_FILES) else ()  # of an early checkpoint, maybe
+        unknown = PROCESSOR_FILES if known.keys().isdisjoint(PROCESSOR_FILES) else ()  # maybe of an early checkpoint
         found = [[name, _comparable(known.get(name), digest)] for name, digest in now[key] if name not in unknown]
         if files != found:
             either = (one for one in [*files, *found] if one not in files or one not in found)
@@ -73,18 +74,18 @@ def changed_files(before: Mapping[str, Sequence[Sequence[str]]], now: Fingerprin
 
 
 def _comparable(before: str | None, now: str) -> str:
-    """A hash as it is compared: that of an early checkpoint, of parts of a large file, says nothing about the whole."""
+    """Returns the hash to compare with: the new one, if an early checkpoint hashed only parts of a large file."""
     return before if before is not None and now.startswith(_WHOLE) and not before.startswith(_WHOLE) else now
 
 
 def require_base_of_adapter(lora: LoraConfig | None, model: ModelConfig, key: str) -> None:
-    """Compares the weights of the model that an adapter was trained on with those it is put on, as far as both are on
-    this machine: other weights of the same shapes would take it without a word.
+    """Compares the weights of the model that an adapter was trained on with those of the model it is put on, as far as
+    both are on this machine: other weights of the same shapes would accept it silently.
 
     Args:
-        key: of the LoraConfig, for errors.
+        key: config key of the LoraConfig, for errors.
     Raises:
-        ConfigError: they are not the same, or there is no adapter.
+        ConfigError: the weights differ, or there is no adapter.
     """
     if lora is None or lora.adapter_path is None:
         return
@@ -112,7 +113,7 @@ def require_base_of_adapter(lora: LoraConfig | None, model: ModelConfig, key: st
 
 
 def _model_files(config: object, key: str = "") -> Iterator[tuple[str, list[Path]]]:
-    """Of every ModelConfig in a config, by the keys of its paths."""
+    """Yields (config key of a path, its files), for every ModelConfig in a config."""
     if isinstance(config, ModelConfig):
         own_tokenizer = _TOKENIZER if config.tokenizer_path is None else ()
         yield (
@@ -145,7 +146,7 @@ def _of_folder(folder: Path | None, names: Sequence[str], *, weights: bool) -> l
 
 
 def _rows(path: Path) -> list[Path]:
-    """The file itself, or those of a folder that datasets wrote: it leaves others beside them."""
+    """Returns the file itself, or the files of a folder; of one that `datasets` wrote only those that belong to it."""
     if not path.is_dir():
         return [path] if path.is_file() else []
     state = path / "state.json"
@@ -170,7 +171,7 @@ def _digest(path: Path, key: str) -> str:
 
 
 def _parts(path: Path) -> Iterator[tuple[int, int]]:
-    """(offset, bytes) of what is looked at."""
+    """Yields (offset, bytes) of the parts that are hashed."""
     size = path.stat().st_size
     if path.suffix != _WEIGHTS or size <= _BLOCK_BYTES:
         yield from ((start, min(size - start, _BLOCK_BYTES)) for start in range(0, size, _BLOCK_BYTES))

@@ -1,4 +1,4 @@
-"""Brings the engines of a run to where a checkpoint was."""
+"""Loads a checkpoint into the engines of a run."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from shardwise.recipes.engines import RemoteEngine
 
 
 class Loader:
-    """What `find_start` reads checkpoints with."""
+    """The CheckpointReader that `find_start` loads a run's engines with."""
 
     def __init__(self, engines: Mapping[str, RemoteEngine]) -> None:
         """
@@ -25,7 +25,7 @@ class Loader:
             raise ModelError(damage)
 
     def load(self, checkpoint: Path) -> dict[str, str]:
-        """Brings every engine to its training state. See `CheckpointReader`."""
+        """Loads the training state of every engine. See `CheckpointReader`."""
         damage = {}
         for engine in self._engines.values():
             state = checkpoint / state_subfolder(engine)
@@ -34,7 +34,7 @@ class Loader:
         return damage
 
     def load_weights_alone(self, checkpoint: Path, lost: Collection[str]) -> None:
-        """Brings the engines whose training states are lost to its weights, with optimizer states that begin anew."""
+        """Loads only weights into engines whose training states are lost; their optimizer states start anew."""
         for name, engine in self._engines.items():
             state = checkpoint / state_subfolder(engine)
             if state.name in lost:

@@ -1,5 +1,5 @@
-"""manifest.json: every file of a checkpoint with its size and hash, of weights dtype, shape and hash of each tensor. It
-is written last, so a checkpoint that has one is whole."""
+"""manifest.json: lists every file of a checkpoint with its size and hash, and for weights the dtype, shape and hash of
+each tensor. It is written last, so a checkpoint that has one is whole."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -20,26 +20,26 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What it says beside sizes and hashes."""
+    """What a manifest.json says beside sizes and hashes."""
 
     files: frozenset[str]
-    """Their paths in the checkpoint, without shards of training states."""
+    """Paths in the checkpoint, without shards of training states."""
     metrics: dict[str, float]
-    """Of the step after which it was saved: those that are finite."""
+    """Finite metrics of the step after which it was saved."""
     all_finite: bool
-    """Whether weights and states were looked through for NaN and infinities, and held none."""
+    """Whether weights and states were checked for NaN and infinities, and had none."""
     save_id: str | None
-    """What a copy of the checkpoint has in common with it and with no other save; early ones have none."""
+    """Id of the save, which only copies of the checkpoint share; None in early ones."""
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
-        """Raises ModelError: there is none, or it is damaged."""
+        """Reads a checkpoint's manifest. Raises ModelError: there is none, or it is damaged."""
         content = read_sealed_json(checkpoint / MANIFEST)
         return cls(frozenset(content["files"]), content["metrics"], content["all_finite"], content.get("save_id"))
 
     @classmethod
     def find(cls, checkpoint: Path) -> Self | None:
-        """None where there is none, or a damaged one."""
+        """Reads a checkpoint's manifest; None if there is none, or a damaged one."""
         try:
             return cls.read(checkpoint)
         except ModelError:
@@ -48,7 +48,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """What a safetensors file of weights is known by: what is in it, and the hashes of a ShardFile.
+    """The record of a safetensors file of weights: dtype and shape of its tensors, and the hashes of a ShardFile.
 
     Example: `WeightsFile(72, "5d41402abc4b2a76", {"norm.weight": "b9719d911017c592"}, {"norm.weight": "bfloat16 [4]"})`
     """
@@ -57,22 +57,22 @@ class WeightsFile:
     header_xxh3: str
     tensor_xxh3: dict[str, str]
     tensors: dict[str, str]
-    """By name, dtype and shape."""
+    """Name -> dtype and shape."""
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Reads a whole file. Raises ModelError: it cannot be read, or is none of safetensors."""
+        """Reads a whole file. Raises ModelError: it cannot be read, or is no safetensors file."""
         with closing(SafetensorsReader(path)) as file:
             tensors = described(file)
         return cls(**asdict(ShardFile.of(path)), tensors=tensors)
 
     def check(self, path: Path) -> None:
-        """Reads all of it. Raises ModelError: missing, cut or changed, or with other tensors; names the tensor."""
+        """Verifies the file. Raises ModelError: missing, cut or changed, or with other tensors; names the tensor."""
         ShardFile(self.num_bytes, self.header_xxh3, self.tensor_xxh3).check(path, tensors=self.tensors)
 
 
 def hash_share(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """By the path in the checkpoint, of this rank's share of the files, so that the ranks together read each once.
+    """Returns path in the checkpoint -> record, for this rank's share of the files: together, the ranks read each once.
 
     Shards of a training state are left out: the index beside them holds dtypes, shapes and hashes of their tensors.
     Raises OSError, ModelError: a file cannot be read.
@@ -89,13 +89,13 @@ def write_manifest(
     metrics: Mapping[str, float] | None = None,
     all_finite: bool = False,
 ) -> None:
-    """Written last, under an id that no other save has. Raises OSError.
+    """Writes the manifest, which comes last, with an id that no other save has. Raises OSError.
 
     Args:
-        shares: what `hash_share` gave on every rank.
-        meshes: by engine, how many ranks each axis of its mesh had.
-        metrics: of the step; finite.
-        all_finite: whether weights and states were looked through for NaN and infinities, and hold none.
+        shares: what `hash_share` returned on every rank.
+        meshes: engine -> axis of its mesh -> ranks.
+        metrics: metrics of the step; finite.
+        all_finite: whether weights and states were checked for NaN and infinities, and have none.
     """
     files = {name: record for share in shares for name, record in share.items()}
     content = {
@@ -111,10 +111,10 @@ def write_manifest(
 
 
 def verify_share(checkpoint: Path, *, with_shards: bool = True) -> None:
-    """Collective. Reads this rank's share of the files.
+    """Collective. Verifies this rank's share of the files.
 
     Args:
-        with_shards: whether those of training states are among them, which loading them verifies too.
+        with_shards: whether shards of training states are among them, which loading verifies too.
     Raises:
         ModelError: on every rank: a file is missing or is not what was written; names the first, and the tensor.
     """
@@ -125,8 +125,8 @@ def verify_share(checkpoint: Path, *, with_shards: bool = True) -> None:
 
 
 def verify_weights(folder: Path) -> None:
-    """Reads the weight files of a folder in a checkpoint, such as hf/, adapter/ or critic/hf/. Of one that is in none
-    nothing is known, nor of one that was copied out of it, where people change what they like.
+    """Verifies the weight files of a folder in a checkpoint, such as hf/, adapter/ or critic/hf/. A folder outside of
+    checkpoints is not checked, nor is one that was copied out of one: people may change it as they like.
 
     Raises:
         ModelError: the manifest is damaged, or missing in a run's folder, or a file is not what was written; names it,
@@ -152,7 +152,7 @@ def verify_weights(folder: Path) -> None:
 
 
 def has_whole_weights(checkpoint: Path) -> bool:
-    """Whether its hf/ is what was written, whatever became of the training state. Reads all of it."""
+    """Returns whether its hf/ is what was written, whatever became of the training state. Reads all files of hf/."""
     try:
         files = read_sealed_json(checkpoint / MANIFEST)["files"]
         weights = {name: record for name, record in files.items() if Path(name).parts[0] == WEIGHTS}
@@ -164,7 +164,7 @@ def has_whole_weights(checkpoint: Path) -> bool:
 
 
 def _checks(checkpoint: Path, *, with_shards: bool) -> dict[str, Callable[[Path], None]]:
-    """How each file is compared with what was written, by its path in the checkpoint."""
+    """Returns path in the checkpoint -> function that compares the file with what was written."""
     files = read_sealed_json(checkpoint / MANIFEST)["files"]
     checks: dict[str, Callable[[Path], None]] = {name: _record_from(tree).check for name, tree in files.items()}
     for folder in [Path(name).parent for name in files if with_shards and Path(name).name == INDEX]:
@@ -178,7 +178,7 @@ def _record_of(path: Path) -> FileRecord | WeightsFile:
 
 
 def _record_from(tree: dict[str, Any]) -> FileRecord | ShardFile | WeightsFile:
-    """Manifests of earlier versions have a ShardFile of weights, or a FileRecord of every file."""
+    """Makes the record. Manifests of earlier versions have a ShardFile for weights, or a FileRecord for every file."""
     if "tensors" in tree:
         return WeightsFile(**tree)
     return ShardFile(**tree) if "tensor_xxh3" in tree else FileRecord(**tree)

@@ -1,4 +1,4 @@
-"""Checkpoints that are there as a whole or not at all."""
+"""Publishes checkpoints whole or not at all."""
 
 import os
 import shutil
@@ -14,16 +14,16 @@ from shardwise.observability import move_aside
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, step_folder
 
 NONFINITE = "nonfinite"
-"""In a run's output folder: bundles of steps that were skipped."""
+"""Subfolder of a run's output folder for bundles of skipped steps."""
 
 
 @contextmanager
 def new_checkpoint(run: Path, step: int) -> Iterator[Path]:
-    """Yields a folder under a name that nobody takes for a checkpoint. When the body is done, all of it is made durable
-    and it gets its own name; a process that dies before leaves no checkpoint.
+    """Yields a folder under a temporary name, which nothing takes for a checkpoint. When the body is done, all of it is
+    made durable and the folder gets its final name; a process that dies earlier leaves no checkpoint.
 
     Raises:
-        ExportError: what the body wrote could not be kept; nothing of it is left.
+        ExportError: a file could not be written; nothing of the checkpoint is left.
     """
     final = step_folder(run, step)
     staging = staging_folder(final)
@@ -34,7 +34,7 @@ def new_checkpoint(run: Path, step: int) -> Iterator[Path]:
             yield staging
             for folder in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
                 fsync_folder(folder)
-            move_aside(final)  # one that is not whole, or it would have been resumed from
+            move_aside(final)  # an incomplete one, or the run would have resumed from it
             fault_point("commit")
             os.replace(staging, final)
         except BaseException:
@@ -46,8 +46,8 @@ def new_checkpoint(run: Path, step: int) -> Iterator[Path]:
 
 
 def make_name_durable(final: Path) -> None:
-    """Of something that is whole and has its name, in a folder of a run: to write it once more would move it aside, so
-    what goes wrong is told and no more."""
+    """Makes the name of a finished checkpoint or bundle durable. A failure is only a warning: another attempt to write
+    it would move the finished one aside."""
     with _only_told(final):
         fsync_path(final.parent)
         fsync_path(final.parent.parent)
@@ -62,17 +62,17 @@ def _only_told(final: Path) -> Iterator[None]:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Removes what a process that died left half written, or half removed."""
+    """Removes checkpoints and bundles that a dead process left half written or half removed."""
     for folder in (run / CHECKPOINTS).glob(staging_folder(run / "step_*").name):
         shutil.rmtree(folder)
     shutil.rmtree(unfinished_bundle(run / NONFINITE), ignore_errors=True)
 
 
 def unfinished_bundle(folder: Path) -> Path:
-    """Where a bundle of `folder` is while it is being written."""
+    """Returns where a bundle of `folder` is while it is being written."""
     return folder / ".bundle.tmp"
 
 
 def staging_folder(final: Path) -> Path:
-    """Where a checkpoint is while it is being written, or removed."""
+    """Returns where a checkpoint is while it is being written or removed."""
     return final.with_name(f".{final.name}.tmp")

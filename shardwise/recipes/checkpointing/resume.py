@@ -1,4 +1,4 @@
-"""Where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
+"""Finds where a run starts: at its beginning, or from a checkpoint that an earlier process left."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from shardwise.recipes.checkpointing.fingerprints import Fingerprints, changed_f
 from shardwise.recipes.checkpointing.manifest import MANIFEST, Manifest, has_whole_weights
 
 STATE = "state"
-"""In a checkpoint: the training state of every engine in a folder of its own, and RUN."""
+"""Subfolder of a checkpoint with RUN and, in a folder each, the training states of the engines."""
 RUN = "run.json"
 _RESTORE = "restore it from a copy, or resume from another checkpoint (trainer.resume=PATH)"
 _ITS_WEIGHTS = "from its weights with optimizer states that begin anew (trainer.resume_fallback=weights)"
@@ -40,9 +40,9 @@ class Beginning:
     """
 
     path: str
-    """Of a checkpoint or a run's folder, without links."""
+    """Path of a checkpoint or of a run's folder, with links resolved."""
     save_id: str | None
-    """Of the checkpoint that was there, and of its copies; None where an earlier version wrote it."""
+    """Id of the checkpoint that was there, and of its copies; None if an earlier version wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +51,40 @@ class Start:
 
     checkpoint: Path
     step: int
-    """Done already."""
+    """The last step that is done."""
     parts: dict[str, Any] | None
-    """What the parts of the recipe keep between steps, by their names; None in an imported checkpoint: they begin."""
+    """The state that each part of the recipe keeps between steps, by the part's name; None in an imported checkpoint:
+    the parts start anew."""
     in_place: bool
-    """Whether it is one of the run's own output folder, whose files are then continued."""
+    """Whether it lies in the run's own output folder, whose files are then continued."""
     damage: list[str] = field(default_factory=list, compare=False)
-    """What is wrong with the newer ones that were passed over, the newest first."""
+    """What is wrong with newer checkpoints that were passed over, the newest first."""
     begun_from: Beginning | None = None
     """Where the run in this folder began, if trainer.resume named it."""
     lost_states: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """What is wrong with training states, by their folders in STATE, of which trainer.resume_fallback leaves out what
-    is not in the weights."""
+    """Folder in STATE -> what is wrong with the training state there, for states that trainer.resume_fallback=weights
+    replaces by the checkpoint's weights."""
     log_lengths: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that the logs beside it had when it was saved, by name; early checkpoints say nothing."""
+    """Name of a log -> bytes that it had when the checkpoint was saved; early checkpoints do not have them."""
 
 
 class CheckpointReader(Protocol):
-    """Reads what a run may resume from."""
+    """Verifies and loads checkpoints that a run may resume from."""
 
     def verify(self, checkpoint: Path) -> None:
         """Raises ModelError: a file is damaged. Shards of training states are left to `load`."""
         ...
 
     def load(self, checkpoint: Path) -> Mapping[str, str]:
-        """Brings every engine to its training state there. Returns what is damaged, by the state's folder in STATE; the
-        engine of it may have any weights and states.
+        """Loads the training state of every engine. Returns folder in STATE -> what is damaged there; the engine of a
+        damaged state may have any weights and states.
 
-        Raises ModelError: a state is one of another engine."""
+        Raises ModelError: a state is that of another engine."""
         ...
 
 
 class _Unread:
-    """Takes every file for whole, and loads none."""
+    """A CheckpointReader that takes every file for whole, and loads none."""
 
     def verify(self, checkpoint: Path) -> None: ...
 
@@ -97,12 +98,13 @@ def find_start(
     files: Fingerprints | None = None,
     reader: CheckpointReader | None = None,
 ) -> Start | None:
-    """What trainer.resume says: None for a run that starts at its beginning. A path counts until this run has saved a
-    checkpoint of its own that began there, or at a copy of what is there, so that the same command goes on.
+    """Finds the checkpoint that trainer.resume asks for; None for a run that starts at its beginning. A path in
+    trainer.resume counts only until this run has saved a checkpoint of its own that began at that path or at a copy of
+    what is there; so the same command continues the run.
 
     Args:
-        files: what the run reads; None looks at it here, if there is a checkpoint.
-        reader: loads what it finds; without one only manifest.json and run.json are looked at.
+        files: fingerprints of the files that the run reads; None: computes them here, if there is a checkpoint.
+        reader: loads the checkpoint; without one only manifest.json and run.json are read.
     Raises:
         ConfigError: there is no such checkpoint, or it was trained with another config, model or data; names the keys.
             ModelError: it is damaged, and so is every earlier one, or trainer.resume_fallback=fail.
@@ -135,7 +137,8 @@ def find_start(
 
 
 def _begun_at(named: Path, folders: Iterable[Path]) -> list[Path]:
-    """Of checkpoints, those whose run began at the named one, at a copy of it, or at one that the named run has."""
+    """Returns the checkpoints among `folders` whose run began at the named checkpoint, at a copy of it, or at one that
+    the named run has."""
     path, manifests = os.path.realpath(named), map(Manifest.find, _checkpoints_at(named))
     save_ids = {manifest.save_id for manifest in manifests if manifest is not None} - {None}
     beginnings = {folder: _beginning_of(folder) for folder in folders}
@@ -147,12 +150,12 @@ def _begun_at(named: Path, folders: Iterable[Path]) -> list[Path]:
 
 
 def _checkpoints_at(named: Path) -> list[Path]:
-    """The named checkpoint, or those of the named run, the newest first."""
+    """Returns the named checkpoint, or those of the named run, the newest first."""
     return [named] if (named / MANIFEST).is_file() else list(step_folders(named).values())
 
 
 def _beginning_of(checkpoint: Path) -> Beginning | None:
-    """Of the run that saved it; None too where that cannot be read."""
+    """Returns where the run that saved the checkpoint began; None also if that cannot be read."""
     try:
         return _beginning_in(read_sealed_json(checkpoint / STATE / RUN))
     except ModelError:
@@ -160,7 +163,7 @@ def _beginning_of(checkpoint: Path) -> Beginning | None:
 
 
 def _beginning_in(run: dict[str, Any]) -> Beginning | None:
-    """What a RUN says of it; early ones say less."""
+    """Returns the beginning that the content of a RUN names; early ones have less."""
     path = run.get("begun_from")
     return None if path is None else Beginning(path, run.get("begun_from_save_id"))
 
@@ -178,8 +181,8 @@ def write_run(
     """Writes what `find_start` reads.
 
     Args:
-        files: what the run reads; nothing where it has not begun.
-        begun_from, log_lengths: as in Start.
+        files: fingerprints of the files that the run reads; empty if it has not begun.
+        begun_from, log_lengths: see Start.
     Raises:
         OSError
     """
@@ -201,24 +204,25 @@ def write_run(
 class _Found:
     checkpoint: Path
     run: dict[str, Any]
-    """What its RUN says."""
+    """Content of its RUN."""
     passed_over: list[str]
+    """What is wrong with newer checkpoints that were passed over; see `Start.damage`."""
     lost_states: Mapping[str, str]
-    """These two as in Start."""
+    """Folder in STATE -> what is wrong with the training state there; see `Start.lost_states`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """For a checkpoint that a run of this config may resume from."""
+    """The search for a checkpoint that a run of this config may resume from."""
 
     config: TrainingConfig
     files: Fingerprints | None
     reader: CheckpointReader
 
     def newest(self, folders: Collection[Path], *, falls_back: bool) -> _Found | None:
-        """The first whole checkpoint with a training state, or one with whole weights where these are taken. None where
-        no folder has a state. Raises ModelError: one is damaged, and there is none to fall back on, or it does not.
-        ConfigError: it is of another config."""
+        """Returns the first whole checkpoint with a training state, or with whole weights if trainer.resume_fallback
+        accepts these; None if no folder has a state. Raises ModelError: a checkpoint is damaged, and there is none to
+        fall back on or `falls_back` is False. ConfigError: a checkpoint is that of another config."""
         damage: list[str] = []
         for folder in folders:
             try:
@@ -244,7 +248,7 @@ class _Search:
         return None
 
     def _load(self, folder: Path) -> tuple[list[str], Mapping[str, str]]:
-        """What is damaged that may not be, and the training states that are lost where they may be."""
+        """Returns damage that rules the checkpoint out, and the training states that are lost if that is accepted."""
         try:
             self.reader.verify(folder)
         except ModelError as error:
@@ -253,7 +257,7 @@ class _Search:
         return ([], lost) if self.config.trainer.resume_fallback == "weights" else (list(lost.values()), {})
 
     def named(self, path: Path) -> _Found:
-        """What trainer.resume names."""
+        """Finds the checkpoint that trainer.resume names. Raises ConfigError: there is none."""
         found = self.newest(_checkpoints_at(path), falls_back=False)
         if found is None:
             raise ConfigError(
@@ -263,7 +267,7 @@ class _Search:
         return found
 
     def _without_states(self, folders: Collection[Path]) -> str:
-        """For the error of a run of which no checkpoint is whole: what else there is to resume from, if anything."""
+        """Says what a run without a whole checkpoint could resume from, for its error; "" if nothing."""
         if any(self._is_whole_without_shards(folder) for folder in folders):
             return f", or resume {_ITS_WEIGHTS}"
         weights = next((folder / WEIGHTS for folder in folders if has_whole_weights(folder)), None)
@@ -320,7 +324,7 @@ def _require_same(
 
 
 def _in_yaml(value: Any) -> str:
-    """A plain value on one line, as an override gives it."""
+    """Formats a plain value on one line, as an override gives it."""
     match value:
         case str():
             return value if _is_plain(value) else json.dumps(value, ensure_ascii=False)
@@ -332,7 +336,7 @@ def _in_yaml(value: Any) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether YAML reads it as itself without quotes, alone and in a list."""
+    """Returns whether YAML reads the text without quotes as itself, alone and in a list."""
     try:
         return value_of(f"[{text}]") == [text] and "\n" not in text
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay."""
+"""Decides which checkpoints of a run stay, and removes the others."""
 
 import difflib
 import math
@@ -15,27 +15,28 @@ from shardwise.recipes.checkpointing.manifest import Manifest
 from shardwise.recipes.checkpointing.publishing import staging_folder
 
 _NUM_SHOWN = 5
-"""Metrics that a misspelt one may mean."""
+"""How many metrics an error suggests for a misspelled one."""
 
 
 class Reported:
-    """The metrics of a run, as far as they decide which checkpoint is the best."""
+    """The metrics that a run has reported, as far as they decide which checkpoint is the best."""
 
     def __init__(self) -> None:
         self.newest: dict[str, float] = {}
-        """Of the last step: those that are finite."""
+        """The finite metrics of the last step."""
         self._names: set[str] = set()
         self._has_validated = False
 
     def add(self, metrics: Mapping[str, float], *, names: Collection[str], validates: bool) -> None:
-        """Of the next step, with the names also of those that had nothing to report; and whether it was to be
-        validated."""
+        """Takes the metrics of one step. `names` also has metrics that were empty in this step; `validates` says that
+        the step was due for validation."""
         self.newest = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._names = self._names | set(names)  # a new set: a save beside training may be reading the old one
         self._has_validated |= validates
 
     def require(self, metric: str) -> None:
-        """Raises ConfigError: the run does not report it. Those of validation (val/...) have time until the first."""
+        """Raises ConfigError: the run does not report the metric. Validation's (val/...) may be missing until the first
+        validation."""
         if metric in self._names or not self._names or (metric.startswith("val/") and not self._has_validated):
             return
         nearest = difflib.get_close_matches(metric, self._names, n=_NUM_SHOWN, cutoff=0.0)
@@ -48,8 +49,8 @@ class Reported:
 
 
 def after_saving(run: Path, step: int, trainer: TrainerConfig, reported: Reported) -> None:
-    """Points `latest` at the new checkpoint and removes those that need not stay. Where a file system does not let it,
-    it says so; the checkpoint is there, and the next save tries again.
+    """Points `latest` at the new checkpoint and removes those that need not stay. An error of the file system is only a
+    warning: the checkpoint is saved, and the next save tries again.
 
     Raises:
         ConfigError: the metric of trainer.keep_best is never reported; nothing is removed.
@@ -69,7 +70,7 @@ def after_saving(run: Path, step: int, trainer: TrainerConfig, reported: Reporte
 def remove_old(run: Path, trainer: TrainerConfig) -> None:
     """Removes the whole checkpoints of a run that the config does not keep. Raises OSError.
 
-    Each is renamed first: a process that dies meanwhile leaves what `remove_leftovers` takes away, and no half of one.
+    Each is renamed first: a process that dies meanwhile leaves no half checkpoint, but what `remove_leftovers` removes.
     """
     folders = step_folders(run)
     found = {step: Manifest.find(folder) for step, folder in folders.items()}
@@ -82,7 +83,7 @@ def remove_old(run: Path, trainer: TrainerConfig) -> None:
 
 
 def kept_steps(manifests: Mapping[int, Manifest], trainer: TrainerConfig) -> set[int]:
-    """Of the steps of whole checkpoints those that stay. The newest always does, and the newest finite one."""
+    """Returns the steps of whole checkpoints that stay. The newest always stays, and the newest finite one."""
     newest_first = sorted(manifests, reverse=True)
     if trainer.keep_last == 0:
         return set(newest_first)
@@ -94,7 +95,7 @@ def kept_steps(manifests: Mapping[int, Manifest], trainer: TrainerConfig) -> set
 
 
 def best_step(manifests: Mapping[int, Manifest], rule: KeepBestConfig) -> int | None:
-    """The earliest of those whose metric is the best; None where none has it."""
+    """Returns the earliest step whose metric is the best; None if no checkpoint has the metric."""
     values = {
         step: manifest.metrics[rule.metric] for step, manifest in manifests.items() if rule.metric in manifest.metrics
     }

@@ -1,4 +1,4 @@
-"""What has to hold before a byte of a checkpoint is written."""
+"""Checks before a byte of a checkpoint is written."""
 
 import shutil
 from collections.abc import Iterable
@@ -17,9 +17,10 @@ from shardwise.recipes.engines import RemoteEngine
 def check_before_saving(
     run: Path, engines: Iterable[RemoteEngine], trainer: TrainerConfig, holders: WorkerGroup
 ) -> None:
-    """
+    """Checks that there is room for a checkpoint, and that all its numbers are finite.
+
     Args:
-        holders: by whose `nonfinite_tensors` every rank looks at what is to be saved of an engine.
+        holders: the group whose `nonfinite_tensors` checks on every rank what is to be saved of an engine.
     Raises:
         ExportError: there is no room for a checkpoint. NotFiniteError: it would hold NaN or infinities.
     """
@@ -42,14 +43,14 @@ def _require_room(run: Path, engines: list[RemoteEngine], trainer: TrainerConfig
 
 
 def _bytes_of_previous(run: Path, *, with_state: bool) -> int | None:
-    """Of the newest checkpoint of this kind in the folder."""
+    """Returns the size of the newest checkpoint of this kind in the folder; None if there is none."""
     alike = (folder for folder in step_folders(run).values() if (folder / STATE).is_dir() == with_state)
     previous = next(alike, None)
     return None if previous is None else sum(path.stat().st_size for path in previous.rglob("*") if path.is_file())
 
 
 def _num_bytes(engine: RemoteEngine, *, with_state: bool) -> int:
-    """Of the tensors that are saved at least: of a state the masters and one moment, as Muon has it."""
+    """Returns a lower bound of the bytes that are saved; for a state the masters and one moment, as Muon has."""
     layout = engine.layout
     assert isinstance(layout, EngineConfig), f"{engine.role} is not trained"
     param_bytes, master_bytes = (getattr(torch, dtype).itemsize for dtype in (layout.param_dtype, layout.master_dtype))

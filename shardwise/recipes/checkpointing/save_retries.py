@@ -1,4 +1,4 @@
-"""What becomes of a run whose checkpoint cannot be saved."""
+"""Handles checkpoints that cannot be saved: tries again, then ends the run or lets it continue."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from shardwise.config import ExportError, NotFiniteError, TrainerConfig
 from shardwise.console import warn
 
 _PAUSE_SECONDS = 1.0
-"""Before the first retry; doubled before each of the next."""
+"""Pause before the first retry; doubled before each further one."""
 
 
 class SaveRetries:
@@ -22,7 +22,7 @@ class SaveRetries:
 
     def retry(self, step: int, attempt: Callable[[], None]) -> None:
         """Calls `attempt`, a part of saving a step's checkpoint that leaves nothing when it fails, until it succeeds or
-        trainer.save_retries are used up. What is not finite stays so and is not tried again.
+        trainer.save_retries are used up. A NotFiniteError is not tried again: the numbers stay as they are.
 
         Raises:
             ExportError, NotFiniteError: as the last attempt; names the step.
@@ -40,13 +40,13 @@ class SaveRetries:
                 time.sleep(pause)
 
     def note_saved(self) -> None:
-        """A checkpoint is there that is newer than what failed."""
+        """Forgets the last failure, since a newer checkpoint is saved."""
         self._failure = None
 
     @contextmanager
     def tolerate(self) -> Iterator[None]:
-        """Raises what its body raises, unless that is a failed save and trainer.on_save_error=continue, which is told
-        and counted."""
+        """Raises what its body raises, except a failed save with trainer.on_save_error=continue: that is reported and
+        counted."""
         try:
             yield
         except (ExportError, NotFiniteError) as error:
@@ -57,6 +57,6 @@ class SaveRetries:
             warn(f"{error}. Training continues (trainer.on_save_error=continue)")
 
     def require_last_saved(self) -> None:
-        """Raises what kept the last checkpoint from being saved."""
+        """Raises the failure of the last checkpoint, if it was not saved."""
         if self._failure is not None:
             raise type(self._failure)(f"all steps are done, but {self._failure}")

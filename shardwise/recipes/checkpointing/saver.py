@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run: at once, or in the background while training goes on."""
+"""Saves the checkpoints of a run: at once, or in the background while training continues."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -30,26 +30,27 @@ class Published:
     step: int
     folder: Path
     seconds: float
-    """How long it took, from the beginning of the save."""
+    """Duration of the save, from its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """What a checkpoint holds beside engines."""
+    """What a checkpoint holds beside engines, as of its step."""
 
     step: int
     parts: dict[str, Any]
     metrics: Mapping[str, float]
     logs: Sequence[LogFile]
     log_lengths: Mapping[str, int]
-    """Up to this step."""
+    """Name of a log -> its bytes up to this step."""
 
 
 class Saver:
-    """With trainer.async_save, training goes on while every rank copies its shards to host memory, and waits for that
-    before it changes them; checking, writing, hashing and publishing go on beside it. One save at a time.
+    """Saves checkpoints, one at a time. With trainer.async_save, every rank copies its shards to host memory while
+    training continues, which waits for the copies before it changes the shards; checking, writing, hashing and
+    publishing also run beside training.
 
-    A save that fails is tried again, then raised, or told and counted where trainer.on_save_error=continue.
+    A save that fails is tried again, then raised, or with trainer.on_save_error=continue reported and counted.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class Saver:
     ) -> None:
         """
         Args:
-            run: its output folder.
-            engines: what checkpoints hold, by subfolder; "" is the model that the run is about.
+            run: the run's output folder.
+            engines: the engines that checkpoints hold, by subfolder; that under "" is the run's main model.
             reported: the metrics of the run so far.
-            files: what the run reads.
+            files: fingerprints of the files that the run reads.
         """
         self._run = run
         self._config = config
@@ -74,7 +75,7 @@ class Saver:
         self._reported = reported
         self._files = files
         self.begun_from: Beginning | None = None
-        """As in Start."""
+        """Where the run in this folder began, if trainer.resume named it."""
         self._retries = SaveRetries(config.trainer)
         self._pending: BackgroundCall[None] | None = None
         self.newest: Published | None = None
@@ -86,11 +87,11 @@ class Saver:
         return self._retries.num_failures
 
     def save(self, step: int, parts: Mapping[str, Any], logs: Sequence[LogFile] = ()) -> None:
-        """Returns when the engines may train on.
+        """Begins a save, or makes all of it; returns when the engines may train on.
 
         Args:
-            parts: what the parts of the recipe keep between steps, by their names.
-            logs: of the run up to this step; they are on the disk before the checkpoint has its name.
+            parts: the state that each part of the recipe keeps between steps, by the part's name.
+            logs: the run's logs up to this step; they are on disk before the checkpoint gets its name.
         Raises:
             ExportError, NotFiniteError: this save failed, or the one before it, in the background.
             ConfigError: as `after_saving`.
@@ -109,7 +110,7 @@ class Saver:
             self._pending = BackgroundCall(partial(self._publish, moment, background))
 
     def check(self) -> None:
-        """Raises what ended a save in the background, or RankSilentError where it is late."""
+        """Raises what ended a save in the background, or RankSilentError if it is late."""
         pending, deadline = self._pending, self._config.trainer.save_timeout_seconds
         if pending is not None and (pending.is_done or pending.seconds > deadline):
             self.wait()
@@ -131,7 +132,7 @@ class Saver:
             pending.result()
 
     def finish(self) -> None:
-        """Waits likewise, after the last save. Raises what kept the last checkpoint from being saved."""
+        """Waits as `wait` does, after the last save. Raises the failure of the last checkpoint, if it was not saved."""
         self.wait()
         self._retries.require_last_saved()
 
@@ -188,7 +189,7 @@ class Saver:
 
 
 def state_subfolder(engine: RemoteEngine) -> str:
-    """Where a checkpoint holds the training state of an engine."""
+    """Returns the folder in a checkpoint that holds the training state of an engine."""
     return f"{STATE}/{engine.role.replace(' ', '_')}"
 
 
@@ -198,7 +199,7 @@ def _write_staged(folder: Path, background: WorkerGroup) -> None:
 
 
 def _results(background: WorkerGroup, method: str, *args: Any) -> list[Any]:
-    """Of a call to every rank's CheckpointWriter. Raises ExportError: on a rank it failed."""
+    """Returns the results of a call to every rank's CheckpointWriter. Raises ExportError: it failed on a rank."""
     outcomes = background.call(method, *args)
     for rank, outcome in enumerate(outcomes):
         if outcome["error"]:

@@ -1,4 +1,4 @@
-"""One writer for each run: two of them would move each other's files away."""
+"""Allows one writer for each run: two would move each other's files away."""
 
 import errno
 import fcntl
@@ -17,27 +17,28 @@ from shardwise.console import warn
 from shardwise.durable import is_still_at
 
 LOCK = "run.lock"
-"""In a run's output folder while it is written to: by whom, as JSON."""
+"""File in a run's output folder while it is written to; says as JSON by whom."""
 _TRAINING = "trainer.output_dir"
-"""The key that names a run's folder."""
+"""The config key that names a run's folder."""
 _LOOK_SECONDS = 0.2
-"""Longer than `require_no_writer` of another process, which may only look, holds a lock of its own."""
+"""How long to try to lock: longer than `require_no_writer` in another process holds its lock while it looks."""
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class WriterLock:
-    """A run's folder that this process holds."""
+    """This process's lock on a run's folder."""
 
     def __init__(self, run: Path, key: str) -> None:
-        """Raises ConfigError: another process holds it. Raises OSError: it cannot be written to."""
+        """Locks the folder. Raises ConfigError: another process holds it. Raises OSError: it cannot be written to."""
         self._path, self._key = run / LOCK, key
         self._file = _lock(self._path, key)
 
     def require(self) -> None:
-        """That the folder is still held: whoever removes the lock's file lets another process in.
+        """Checks that this process still holds the folder, and takes the lock again if its file was removed, which lets
+        another process in.
 
         Raises:
-            ConfigError: another process holds it by now, which is named; or the folder is not there any more.
+            ConfigError: another process, which is named, holds the folder by now, or the folder is gone.
         """
         if is_still_at(self._file, self._path):
             return
@@ -62,13 +63,13 @@ class WriterLock:
 
 @contextmanager
 def writer_lock(run: Path, *, key: str = _TRAINING) -> Iterator[WriterLock]:
-    """Holds the run's folder, which is made where there is none. The lock is the operating system's and ends with the
-    process, however that ends; the file's content only says who has it.
+    """Inside, this process holds the run's folder, which is made if there is none. The lock is the operating system's
+    and ends with the process, however that ends; the file's content only says who has it.
 
     Args:
-        key: of the config, that names the folder.
+        key: the config key that names the folder.
     Raises:
-        ConfigError: another process holds it, which is named; or the folder cannot be written to.
+        ConfigError: another process, which is named, holds the folder, or it cannot be written to.
     """
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -82,10 +83,10 @@ def writer_lock(run: Path, *, key: str = _TRAINING) -> Iterator[WriterLock]:
 
 
 def require_no_writer(run: Path, *, key: str = _TRAINING) -> None:
-    """A first look, before anything is built; `writer_lock` decides.
+    """Checks early, before anything is built, that no other process holds the run's folder; `writer_lock` decides.
 
     Raises:
-        ConfigError: another process holds the run's folder, which is named; or the path cannot be a folder's.
+        ConfigError: another process, which is named, holds the folder, or the path cannot be a folder.
     """
     try:
         with (run / LOCK).open(encoding="utf-8") as file:
@@ -101,7 +102,7 @@ def require_no_writer(run: Path, *, key: str = _TRAINING) -> None:
 
 
 def _lock(path: Path, key: str) -> IO[str]:
-    """The file, open and locked, under its name. Raises ConfigError: somebody has it. Raises OSError."""
+    """Opens and locks the file at `path`. Raises ConfigError: another process has it. Raises OSError."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
@@ -114,7 +115,7 @@ def _lock(path: Path, key: str) -> IO[str]:
         except BaseException:
             file.close()
             raise
-        file.close()  # its last holder removed it after it was opened here, and the next one makes another
+        file.close()  # its last holder removed it after it was opened here; a new file is needed
 
 
 def _take(file: IO[str], path: Path, key: str) -> None:
@@ -160,5 +161,5 @@ def _holder(file: IO[str]) -> str:
     try:
         who = json.loads(file.read())
         return f"process {who['pid']} on {who['host']}, since {who['since']}"
-    except (ValueError, TypeError, KeyError):  # it has the lock and is about to say so
+    except (ValueError, TypeError, KeyError):  # it has the lock and has not written its name yet
         return "another process"

@@ -13,8 +13,8 @@ class BackgroundWorker(CheckpointWriter):
         """See CheckpointWriter."""
         super().__init__(rank, links)
         self.interruption = threading.Event()
-        """Of the worker's `generate`."""
+        """Interrupts the worker's `generate` when it is set."""
 
     def interrupt(self) -> None:
-        """Sampling ends soon, until new weights have come."""
+        """Makes sampling end soon; it stays interrupted until new weights have come."""
         self.interruption.set()

@@ -1,8 +1,8 @@
-"""The main of a rollout engine's own process.
+"""Main program of a rollout engine's own process.
 
     {"model": a ModelConfig, "rollout": a SamplingConfig, "dtype": "bfloat16", "device": "cuda", "lora": null}
 
-This comes on standard input, the rest as `serving.serve` says. The device is the first that the process sees.
+The process reads this from standard input, and the rest as `serving.serve` says. Its device is the first that it sees.
 """
 
 import json
@@ -21,10 +21,10 @@ with heavy_imports():
 
 
 def main(*descriptors: int) -> None:
-    """Serves until the rank that has started it ends it, or itself.
+    """Serves until the rank that has started this process ends it, or ends itself.
 
     Args:
-        descriptors: and the rank's process, as `serve` takes them.
+        descriptors: file descriptors, and the id of the rank's process, as `serve` takes them.
     """
     quiet_libraries()
     setup = json.load(sys.stdin)

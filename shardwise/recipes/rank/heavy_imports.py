@@ -1,4 +1,4 @@
-"""Importing torch and transformers, which takes seconds of every process."""
+"""Makes importing torch and transformers faster, which takes each process seconds."""
 
 import gc
 import sys
@@ -10,8 +10,8 @@ from shardwise.controller.signals import interruptible_imports
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """What torch and transformers make when they are imported stays. The garbage collector need not look through it:
-    not now, which takes a fifth of the time, and not later."""
+    """Inside, imports run without the garbage collector, which would take a fifth of their time. It ignores what they
+    create afterwards too, since that stays until the process ends."""
     if "torch" in sys.modules:
         yield
         return

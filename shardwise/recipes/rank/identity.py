@@ -1,5 +1,5 @@
-"""What every rank of a job has to have in common: the code, the config and the models, which every host has its own of
-where torchrun starts ranks on several."""
+"""Checks what every rank of a job must have in common: the code, the config and the models. If torchrun starts ranks on
+several hosts, each host has its own."""
 
 import json
 import socket
@@ -18,12 +18,12 @@ _PACKAGE = Path(__file__).parents[2]
 _NUM_SHOWN = 3
 
 Identity = dict[str, Any]
-"""By what it is called in errors: `{"the code of shardwise": "5d41...", "trainer.seed": 0, "the files of model.path":
+"""Name in errors -> value: `{"the code of shardwise": "5d41...", "trainer.seed": 0, "the files of model.path":
 [["config.json", "9c56..."]]}`."""
 
 
 def identity_of(config: RecipeConfig | None, rank: Rank) -> Identity:
-    """Of this rank. Files of models are looked at by one rank of each host, as `fingerprints` looks at them.
+    """Returns the identity of this rank. One rank of each host fingerprints model files, as `fingerprints` does.
 
     Raises:
         ConfigError, ModelError: as `fingerprints`.
@@ -38,7 +38,7 @@ def identity_of(config: RecipeConfig | None, rank: Rank) -> Identity:
 
 
 def require_same_identity(rank: Rank, store: dist.Store, identity: Identity) -> None:
-    """Waits for all ranks, which compare themselves with rank 0. Raises ConfigError: on each, where one differs."""
+    """Waits for all ranks, which compare themselves with rank 0. Raises ConfigError: on every rank, if one differs."""
     if rank.rank == 0:
         store.set("identity", json.dumps([socket.gethostname(), identity]))
         others = range(1, rank.world_size)
@@ -51,7 +51,7 @@ def require_same_identity(rank: Rank, store: dist.Store, identity: Identity) -> 
 
 
 def _difference(rank: Rank, identity: Identity, host: str, expected: Identity) -> str:
-    """What both know and is not the same, in words; empty where there is nothing."""
+    """Says in words what both have and differs; empty if nothing does."""
     own: Identity = json.loads(json.dumps(identity))
     different = [name for name in own if name in expected and own[name] != expected[name]]
     if not different:
@@ -71,7 +71,7 @@ def _shown(name: str, own: Any, other: Any) -> str:
 
 
 def _by_key(tree: Any, key: str = "") -> Identity:
-    """The leaves of a config by their keys."""
+    """Returns dotted key -> value, for the leaves of a config."""
     if not isinstance(tree, dict) or not tree:
         return {key: tree}
     found: Identity = {}

@@ -1,4 +1,4 @@
-"""What the libraries of a run say about themselves beside what the run says."""
+"""Silences libraries that print or warn between the lines of the run's own output."""
 
 import logging
 import warnings
@@ -6,17 +6,18 @@ import warnings
 from transformers.utils.logging import disable_progress_bar
 
 _KERNELS_OF_BITSANDBYTES = "bitsandbytes.backends.cpu.ops"
-"""It warns when it is imported, which peft does for every adapter: of kernels that nothing here asks for."""
+"""Logger that warns of kernels that nothing here uses when bitsandbytes is imported, which peft does for every
+adapter."""
 
 _SIZE_OF_AN_IMAGE = "Image size .* exceeds limit"
-"""pillow warns of images that data/images.py refuses."""
+"""pillow's warning of images that data/images.py refuses."""
 
 _VIEW_OF_A_UNIT = "FSDP2-wrapped module .* returned a view tensor"
-"""torch warns of the last states of GLM's vision tower, in case somebody changes them in place; nobody does."""
+"""torch's warning against changing the last states of GLM's vision tower in place, which nothing does."""
 
 
 def quiet_libraries() -> None:
-    """No progress bars but ours, and no warning of what is not used."""
+    """Turns off the libraries' progress bars, and warnings that do not apply."""
     disable_progress_bar()
     warnings.filterwarnings("ignore", _SIZE_OF_AN_IMAGE)
     warnings.filterwarnings("ignore", _VIEW_OF_A_UNIT)

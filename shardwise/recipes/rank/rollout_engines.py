@@ -1,4 +1,4 @@
-"""Builds what samples completions, as a SamplingConfig says."""
+"""Builds the rollout engine that a SamplingConfig describes."""
 
 import json
 import os
@@ -40,11 +40,11 @@ def build_rollout(
     device: torch.device,
     lora: LoraConfig | None = None,
 ) -> RolloutEngine:
-    """A rollout engine with the weights of a local model folder, in this process or in one of its own. Raises as the
-    engine's `from_folder`, and EngineLostError: no process lived until its engine was there.
+    """Builds a rollout engine with the weights of a local model folder, in this process or in one of its own. Raises as
+    the engine's `from_folder`, and EngineLostError: no process lived until its engine was built.
 
     Args:
-        lora: of the adapter that weight syncs will bring by itself; None: they bring the whole model.
+        lora: the adapter, if weight syncs bring it alone; None: they bring the whole model.
     """
     if config.engine.process is not None:
         return _supervised(model, config, config.engine.process, dtype=dtype, device=device, lora=lora)
@@ -59,7 +59,7 @@ def build_here(
     device: torch.device,
     lora: LoraConfig | None = None,
 ) -> EmbeddedEngine | VllmEngine | SglangEngine:
-    """The same in this process, whatever rollout.engine.process says."""
+    """Builds the engine in this process, whatever rollout.engine.process says; see `build_rollout`."""
     shared: dict[str, Any] = {
         "dtype": dtype,
         "max_rows": config.max_concurrent_sequences,
@@ -110,7 +110,7 @@ def _supervised(
     device: torch.device,
     lora: LoraConfig | None,
 ) -> SupervisedEngine:
-    """The same engine in a process of its own."""
+    """Builds the engine in a process of its own."""
     num_devices = config.engine.tensor_parallel_size if isinstance(config.engine, VllmRollout) else 1
     setup = {
         "model": model.model_dump(mode="json"),

@@ -1,4 +1,4 @@
-"""What lives on every rank: engines, and the methods the controller calls on them."""
+"""The object that lives on every rank: its engines, and the methods that the controller calls on them."""
 
 import socket
 import threading
@@ -73,17 +73,17 @@ from shardwise.types import (
 POLICY = "policy"
 """The role of the engine whose weights the rollout engine serves."""
 OF_MAIN_SECTION = (POLICY, "student", "reward model")
-"""Roles whose engine has its options under `engine`, as its errors say."""
+"""Roles whose engine has its options under `engine`, where its errors say they are."""
 
 
 @dataclass(slots=True)
 class HostedEngine:
-    """An engine of this rank, and how it shares the device with the others."""
+    """An engine of this rank, its loss, and how it shares the device with the others."""
 
     engine: TrainEngine
     source: EngineSource
     reader: ImageReader | None = None
-    """Of the images that the model sees."""
+    """Reads images for the model; None if it sees none."""
     loss: Loss = SFT_LOSS
     loss_source: LossSource = field(default_factory=LossSource)
 
@@ -93,7 +93,7 @@ class HostedEngine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the loss wants of a forward pass."""
+        """Options of a forward pass that the loss needs."""
         return {
             "temperature": self.source.temperature,
             "with_logprobs": self.loss.with_logprobs,
@@ -101,12 +101,12 @@ class HostedEngine:
         }
 
     def read(self, batches: list[TokenBatch], *, whole: bool = False) -> list[TokenBatch]:
-        """Collective. The batches with those of their images read that this rank looks at.
+        """Collective. Returns the batches with those of their images read that this rank looks at.
 
         Args:
-            whole: read the others too.
+            whole: reads all images.
         Raises:
-            DataError: on every rank, where one has an image that cannot be decoded.
+            DataError: on every rank: a rank has an image that cannot be decoded.
         """
         if self.reader is None:
             return batches
@@ -120,7 +120,7 @@ class HostedEngine:
 
     @property
     def parts_to_offload(self) -> list[Part]:
-        """What leaves the device while nobody works with it."""
+        """The parts that leave the device while the engine does not work."""
         parts: list[Part] = ["params"] if self.config.param_offload else []
         if isinstance(self.config, EngineConfig) and self.config.optimizer_offload:
             parts.append("optimizer")
@@ -157,9 +157,10 @@ class Worker:
     ) -> None:
         """
         Args:
-            join_medium: joins what carries weights to ranks that only sample; None on ranks that are no end of it.
-            writer: of what is staged here.
-            interruption: set by another thread: `generate` returns the tokens it has; `pull_weights` clears it.
+            join_medium: joins the medium that carries weights to ranks that only sample; None on ranks that neither
+                send nor receive.
+            writer: writes the checkpoints that are staged here; None: nothing is staged.
+            interruption: once another thread sets it, `generate` returns the tokens it has; `pull_weights` clears it.
         """
         self._device = device
         self._writer = writer
@@ -171,9 +172,9 @@ class Worker:
         self._rollout_reader: ImageReader | None = None
         self._syncs_adapter_only = False
         self._synced_version: int | None = None
-        """Of the last sync into this rank's own rollout engine; None once the policy is trained further."""
+        """Version of the last sync into this rank's own rollout engine; None once the policy is trained further."""
         self._memory: SharedTensors | None = None
-        """That this rank's own rollout engine serves from, where another rank may write to it."""
+        """The memory that holds the weights of this rank's rollout engine, if another rank may write into it."""
         self._encoder, self._decoder, self._assembly = DeltaEncoder(), DeltaDecoder(), Assembly()
         self._num_bundles = 0
 
@@ -185,14 +186,14 @@ class Worker:
         total_steps: int = 1,
         with_trained: bool = True,
     ) -> tuple[int, ...]:
-        """Builds what an EngineSource says.
+        """Builds the engine that an EngineSource describes.
 
         Args:
-            optimizer: an OptimizerConfig, of a trained engine alone.
+            optimizer: an OptimizerConfig for a trained engine; "" for a frozen one.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
             with_trained: as for `TrainEngine.build`.
         Returns:
-            Its parameters, those of them that are trained, and the bytes of weights that this rank read.
+            The number of its parameters, the number of trained ones, and the bytes of weights that this rank read.
         """
         self._clear_device()
         opened = EngineSource.model_validate_json(source)
@@ -219,11 +220,12 @@ class Worker:
         """Builds this rank's rollout engine from the model folder, as a SamplingConfig says.
 
         Args:
-            lora: a LoraConfig: the engine takes an adapter alone.
-            shares_memory: the rank that sends weights may write them where the engine has them, if it can.
+            lora: a LoraConfig if weight syncs bring the adapter alone; "" if they bring the whole model.
+            shares_memory: the rank that sends weights may write straight into the engine's memory, if the engine can
+                share it.
         """
         self._clear_device()
-        release_cached_blocks()  # an engine in another process looks for what is free
+        release_cached_blocks()  # an engine in another process takes free memory
         self._rollout_reader = ImageReader.load(Path(ModelConfig.model_validate_json(model).path))
         self._rollout_engine = build_rollout(
             ModelConfig.model_validate_json(model),
@@ -236,22 +238,22 @@ class Worker:
             self._memory = self._rollout_engine.share_weights()
 
     def sync_adapter_only(self) -> None:
-        """From here on weight syncs bring the policy's adapter alone."""
+        """Makes weight syncs bring only the policy's adapter from here on."""
         self._syncs_adapter_only = True
 
     def use_loss(self, role: str, kind: LossKind, config: str, numbers: dict[str, float]) -> None:
-        """Trains with a loss of recipes/losses.py instead of cross-entropy."""
+        """Replaces an engine's loss, cross-entropy at first, by another one of recipes/losses.py."""
         hosted, source = self._engines[role], LossSource(kind=kind, config=config, numbers=numbers)
         hosted.loss, hosted.loss_source = source.make(), source
 
     def train(
         self, batches: list[TokenBatch], denominators: Denominators, role: str, teacher: str = "", bundle: str = ""
     ) -> Metrics:
-        """One optimizer step on this rank's micro-batches.
+        """Makes one optimizer step on this rank's micro-batches.
 
         Args:
             teacher: the role of the engine it learns from, if it learns from one.
-            bundle: the folder of what replays the step if it is skipped; "" keeps nothing.
+            bundle: the folder for the bundle that replays the step if it is skipped; "" keeps none.
         """
         batches = self._engines[role].read(batches)
         teacher_outputs = self._teacher_outputs(batches, role, teacher) if teacher else None
@@ -279,15 +281,15 @@ class Worker:
         return {name: value.host() for name, value in metrics.items()}
 
     def skip_step(self, role: str) -> Metrics:
-        """What an optimizer step without a trained token is: see `TrainEngine.skip_step`."""
+        """Takes the place of an optimizer step without a trained token; see `TrainEngine.skip_step`."""
         return self._engines[role].engine.skip_step()
 
     def check_teacher(self, role: str, teacher: str) -> None:
-        """Raises ModelError or ConfigError if an engine cannot learn from another one's distributions."""
+        """Raises ModelError or ConfigError if an engine cannot learn from the distributions of its teacher."""
         self._engines[role].engine.check_teacher(self._engines[teacher].engine)
 
     def divergence(self, batches: list[TokenBatch], role: str, teacher: str) -> list[torch.Tensor]:
-        """[T] of every micro-batch: how far an engine is from its teacher, in nats."""
+        """Returns [T] for every micro-batch: the divergence of an engine from its teacher, in nats."""
         teacher_outputs = self._teacher_outputs(batches, role, teacher)
         hosted = self._take_device(role, "params")
         outputs = hosted.engine.forward(batches, with_logprobs=False, teacher_outputs=teacher_outputs)
@@ -296,8 +298,8 @@ class Worker:
     def score(
         self, batches: list[TokenBatch], role: str, with_adapters: bool, temperature: float | None = None
     ) -> list[torch.Tensor]:
-        """[T] of every micro-batch: logprobs of a language model, values of a critic, scores of a reward model.
-        `temperature`: None is that of the rollout."""
+        """Returns [T] for every micro-batch: logprobs of a language model, values of a critic, scores of a reward
+        model. `temperature`: None: the rollout's."""
         hosted = self._take_device(role, "params")
         temperature = hosted.source.temperature if temperature is None else temperature
         batches = hosted.read(batches)
@@ -309,7 +311,7 @@ class Worker:
         return scores
 
     def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
-        """Completions of this rank's share of the requests; some are interrupted where `interruption` is set."""
+        """Returns completions of this rank's share of the requests; some are unfinished if `interruption` was set."""
         fault_point("rollout")
         requests = [self._seen(request) for request in requests]
         groups = self._awake_rollout().generate(
@@ -318,7 +320,7 @@ class Worker:
         return [with_spans(request, group) for request, group in zip(requests, groups, strict=True)]
 
     def _seen(self, request: GenerateRequest) -> GenerateRequest:
-        """With its images read."""
+        """Returns the request with its images read."""
         if not request.image_refs:
             return request
         return replace(request, images=self._rollout_images(request.image_refs), image_refs=[])
@@ -330,14 +332,15 @@ class Worker:
         return self._rollout_reader.read(image_refs)
 
     def take_restarts(self) -> int:
-        """How often the process of the rollout engine was replaced since the last call; 0 where it has none."""
+        """Returns how often the rollout engine's process was replaced since the last call; 0 if it has no process of
+        its own."""
         return self._rollout_engine.take_restarts() if isinstance(self._rollout_engine, SupervisedEngine) else 0
 
     def rollout_logprobs(self, sequences: list[list[int]], image_refs: list[list[ImageRef]]) -> list[list[float]]:
-        """What the rollout engine gives the tokens after the first of each sequence, at temperature 1.
+        """Returns the rollout engine's logprobs, at temperature 1, of the tokens after the first of each sequence.
 
         Args:
-            image_refs: the images of each.
+            image_refs: the images of each sequence.
         """
         return self._awake_rollout().logprobs(sequences, [self._rollout_images(refs) for refs in image_refs])
 
@@ -347,16 +350,16 @@ class Worker:
         return asdict(self._bring_weights(version))
 
     def measure_sync(self) -> float:
-        """Seconds that a byte of the weights takes into this rank's rollout engine, with nothing else to do."""
+        """Measures the seconds per byte of weights into this rank's rollout engine, with nothing else to do."""
         return seconds_per_byte_inside(self._device)
 
     def measure_push(self) -> float | None:
-        """The same of what carries weights to ranks that sample; None on ranks that send nothing."""
+        """Measures the seconds per byte through the medium to ranks that sample; None on ranks that send nothing."""
         medium = self._joined_medium()
         return None if medium is None else seconds_per_byte_sent(medium)
 
     def measure_pull(self) -> None:
-        """The other end of `measure_push`."""
+        """Receives what `measure_push` sends."""
         medium = self._joined_medium()
         assert medium is not None, "this rank is no end of what carries weights"
         take_pieces(medium, is_exposed=self._memory is not None)
@@ -365,7 +368,7 @@ class Worker:
         """Sends the policy's weights to the ranks that sample. Returns the SyncReceipt on the rank that sends.
 
         Args:
-            delta: only what has changed, where they hold the version before.
+            delta: sends only what has changed if they hold the version before.
         """
         fault_point("sync")
         hosted = self._take_device(POLICY, "params")
@@ -375,7 +378,7 @@ class Worker:
         return None if receipt is None else asdict(receipt)
 
     def pull_weights(self, version: int, delta: bool) -> dict[str, Any]:
-        """Takes over what `push_weights` sends with the same `delta`, verified. Returns the SyncReceipt."""
+        """Loads the weights that `push_weights` sends with the same `delta`, verified. Returns the SyncReceipt."""
         fault_point("sync")
         self._interruption.clear()
         medium = self._joined_medium()
@@ -388,12 +391,12 @@ class Worker:
         return asdict(receipt)
 
     def nonfinite_tensors(self, role: str) -> list[str]:
-        """The weights and optimizer states of which this rank's part holds NaN or an infinity."""
+        """Returns names of the weights and optimizer states whose part on this rank holds NaN or an infinity."""
         return self._take_device(role, "params", "optimizer").engine.nonfinite_tensors()
 
     def save(self, role: str, model: str, folder: str, state: str = "") -> None:
-        """Writes an engine's weights into the folders hf/, and adapter/ where it has one, of `folder`; meanwhile its
-        training state into the folder `state`, if one is named."""
+        """Writes an engine's weights into `folder`: into hf/, and adapter/ if it has one. Meanwhile writes its training
+        state into the folder `state`, if one is named."""
         hosted = self._take_device(role, "params", "optimizer") if state else self._take_device(role, "params")
         assert isinstance(hosted.config, EngineConfig), f"{role} is not trained"
         engine, lora, config = hosted.engine, hosted.config.lora, ModelConfig.model_validate_json(model)
@@ -425,7 +428,7 @@ class Worker:
         self._checkpoint_writer().add_state(role, subfolder, hosted.engine.state.stage())
 
     def load_state(self, role: str, folder: str) -> str | None:
-        """Takes over a training state. Returns what is damaged, the same on every rank; None where nothing is.
+        """Loads a training state. Returns what is damaged, the same on every rank; None if nothing is. Raises
         ModelError on every rank if it does not fit."""
         try:
             self._take_device(role, "params", "optimizer").engine.state.load(Path(folder))
@@ -439,18 +442,18 @@ class Worker:
         engine.state.load_weights_alone(Path(folder), Path(state))
 
     def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
-        """Of this rank's share of a checkpoint's files, for its manifest; ExportError on every rank if one cannot be
-        read."""
+        """Hashes this rank's share of a checkpoint's files for its manifest. Raises ExportError on every rank if one
+        cannot be read."""
         with raised_on_every_rank(ExportError), named_failures(Path(checkpoint)):
             return hash_share(Path(checkpoint))
 
     def sees(self, path: str) -> str | None:
-        """The name of this host where the file is not there; None where it is."""
+        """Returns None if this host sees the file, else the host's name."""
         return None if Path(path).is_file() else socket.gethostname()
 
     def verify_files(self, checkpoint: str) -> str | None:
-        """Compares this rank's share of a checkpoint's files, but for shards of training states, with what was written.
-        Returns what is damaged, the same on every rank; None where nothing is."""
+        """Compares this rank's share of a checkpoint's files, except shards of training states, with what was written.
+        Returns what is damaged, the same on every rank; None if nothing is."""
         try:
             verify_share(Path(checkpoint), with_shards=False)
         except ModelError as error:
@@ -485,9 +488,9 @@ class Worker:
         losses: list[float],
         teacher_outputs: list[TeacherOutputs] | None,
     ) -> None:
-        """Collective. Looks for the module where a step that was skipped went bad, and writes what replays it. Where
-        that cannot be written the run goes on all the same. An error of the pass itself ends it, as one in training
-        does: FSDP would add what it holds of broken-off gradients to those of the next step."""
+        """Collective. Looks for the module where a skipped step went wrong, and writes the bundle that replays the
+        step. If that cannot be written, the run continues. An error of the pass itself ends the run, as one in training
+        does: FSDP would add gradients that it kept from the aborted pass to those of the next step."""
         self._num_bundles += 1
         hosted = self._engines[step.role]
         batches = hosted.read(batches, whole=True)  # a bundle is replayed on one process
@@ -507,7 +510,7 @@ class Worker:
         return self._writer
 
     def _joined_medium(self) -> Medium | None:
-        """Joined at the first sync, where all ends are there."""
+        """Returns the medium, which is joined at the first sync, when all its ends take part."""
         if self._medium is None and self._join_medium is not None:
             self._medium = self._join_medium()
         return self._medium
@@ -530,8 +533,8 @@ class Worker:
         return receipt
 
     def _awake_rollout(self) -> RolloutEngine:
-        """The rollout engine, which has the device. Weights of the last sync that sleeping has dropped are brought
-        again, on all ranks alike."""
+        """Returns the rollout engine, after giving it the device. If sleeping has dropped the weights of the last sync,
+        they are synced again, on all ranks alike."""
         assert self._rollout_engine is not None
         if self._rollout_engine.lacks_weights and self._synced_version is not None:
             self._bring_weights(self._synced_version)
@@ -540,7 +543,7 @@ class Worker:
         return self._rollout_engine
 
     def _take_device(self, role: str, *parts: Part) -> HostedEngine:
-        """Makes room for an engine's work with those parts of it, and brings them to the device."""
+        """Makes room for an engine that works with these parts of it, and brings them to the device."""
         self._clear_device(role, *parts)
         if self._rollout_engine is not None:
             self._rollout_engine.sleep()
@@ -549,8 +552,8 @@ class Worker:
         return hosted
 
     def _clear_device(self, working: str = "", *parts: Part) -> None:
-        """Only those parts of the engine that works stay. What is free goes to a rollout engine that has an allocator
-        of its own, but not between steps of training, which take it again at once."""
+        """Offloads everything but these parts of the working engine. Also releases cached memory if the rollout engine
+        has its own allocator, though not before training, which would allocate it again at once."""
         for role, hosted in self._engines.items():
             leaving = [part for part in hosted.parts_to_offload if role != working or part not in parts]
             if leaving:
@@ -561,7 +564,7 @@ class Worker:
 
 @contextmanager
 def _naming(role: str) -> Iterator[None]:
-    """Inside it errors name the engine of this role, where its options may be those of `engine`."""
+    """Inside, errors name this role's engine if it may have its options from `engine` without being of that section."""
     try:
         yield
     except UserError as error:

@@ -1,1 +1,1 @@
-"""The sampling half of an RL step: prompts drawn, completions generated and judged, on time for training."""
+"""The sampling half of an RL step: draws prompts, and has completions generated and judged in time for training."""

@@ -1,4 +1,4 @@
-"""Completions that agents make: programs that ask for the policy's turns through an OpenAI-compatible endpoint."""
+"""Completions made by agents: programs that ask for the policy's turns through an OpenAI-compatible endpoint."""
 
 import asyncio
 import secrets
@@ -33,13 +33,13 @@ class _Game:
     conversation: Conversation
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     cancel: Callable[[], object] | None = None
-    """Breaks its agent off; None before that has begun."""
+    """Cancels its agent; None before the agent has started."""
     outcome: Answer | None = None
-    """None while it is played."""
+    """What came of the episode; None while it is played."""
     waiting: GenerateRequest | None = None
-    """For the turn that its agent waits for."""
+    """The request for the turn that its agent waits for; None if it waits for none."""
     since: float = 0.0
-    """When it began to wait, or its agent to run on."""
+    """When its agent began to wait for a turn, or last started or continued to run; as time.monotonic()."""
 
     @property
     def runs(self) -> bool:
@@ -47,10 +47,10 @@ class _Game:
 
 
 class Agents:
-    """Plays episodes, those of a whole batch at the same time. A context manager.
+    """Plays the episodes of a whole batch at the same time. A context manager.
 
-    Three kinds of threads: the caller of `play`, which generates; the server's; those that the agents run in. What they
-    share is guarded by one condition.
+    Three kinds of threads take part: the caller of `play`, which generates; the server's; those that the agents run in.
+    One condition guards what they share.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class Agents:
         self._runner.close()
 
     def play(self, examples: Sequence[Example], requests: Sequence[GenerateRequest]) -> list[list[Episode]]:
-        """The episodes of every example, as many as its request asks for. Whatever happens, no key works afterwards.
+        """Plays the episodes of every example, as many as its request asks for. Whatever happens, no key works
+        afterwards.
 
         Consumes: requests of agents. Waits for: all agents. Unblocked by: each one's deadline.
 
@@ -107,7 +108,8 @@ class Agents:
         return [[_episode(game, self._version) for game in group] for group in groups]
 
     def _note_version(self, games: Sequence[_Game]) -> None:
-        """Of the policy, for completions of agents that failed before the first turn."""
+        """Updates the policy's version, for completions of agents that failed before the first turn. Raises
+        TrainingError: no agent has ever got as far as a turn."""
         sampled = [game.conversation.completion for game in games if game.conversation.num_turns > 0]
         self._version = max((completion.newest_version for completion in sampled), default=self._version)
         self._has_sampled |= bool(sampled)
@@ -129,7 +131,7 @@ class Agents:
         return [_Game(example, conversation(one)) for one in request.one_by_one()]
 
     def _next_batch(self, games: Sequence[_Game]) -> list[_Game]:
-        """Those whose agents wait for a turn, as soon as it is time to generate; none where all have ended."""
+        """Returns the games whose agents wait for a turn, as soon as it is time to generate; none if all have ended."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -143,7 +145,7 @@ class Agents:
                 self._changed.wait(self._seconds_to_wait(running, now))
 
     def _seconds_to_wait(self, running: Sequence[_Game], now: float) -> float:
-        """Until something has to be done though nothing changes."""
+        """Returns the seconds until something has to be done even if nothing changes."""
         limits = {True: self._config.max_wait_seconds, False: self._config.timeout_seconds}
         return max(0.0, min(game.since + limits[game.waiting is not None] for game in running) - now)
 
@@ -175,12 +177,12 @@ class Agents:
                     game.conversation.take(turn)
 
     def _done(self, game: _Game, returned: Any) -> None:
-        """From the agent's thread."""
+        """Ends the game; called from the agent's thread."""
         with self._changed:
             self._end(game, _outcome(game, returned))
 
     def _end(self, game: _Game, outcome: Answer) -> None:
-        """Of several ends the first one counts."""
+        """Ends the game with an outcome, unless it has ended already."""
         if game.outcome is not None:
             return
         game.outcome = outcome
@@ -191,13 +193,13 @@ class Agents:
         self._changed.notify_all()
 
     def _is_known(self, key: str) -> bool:
-        """From the server's thread."""
+        """Returns whether a game has this key; called from the server's thread."""
         with self._changed:
             self._has_refused_keys |= key not in self._games
             return key in self._games
 
     async def _answer(self, request: HttpRequest) -> dict[str, Any] | Events:
-        """From the server's thread."""
+        """Answers an HTTP request; called from the server's thread."""
         match request.method, request.path:
             case "GET", "/v1/models":
                 return chat_format.model_list()
@@ -228,7 +230,7 @@ class Agents:
 
 
 def _outcome(game: _Game, returned: Any) -> Answer:
-    """What an agent that has come to its end makes of its episode."""
+    """Returns the outcome of an episode whose agent has ended."""
     if isinstance(returned, BaseException):
         return Answer(failure=f"the agent failed: {describe_error(returned)}{_after_refusal(game)}")
     if game.conversation.num_turns == 0:
@@ -238,7 +240,7 @@ def _outcome(game: _Game, returned: Any) -> Answer:
 
 
 def _after_refusal(game: _Game) -> str:
-    """How to do better where an agent fell over a limit."""
+    """Says what an agent that failed at a limit should do instead; "" if it met none."""
     if game.conversation.refusal is None:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""An episode whose turns are asked for by chat requests: messages on one side, the tokens to train on the other."""
+"""An episode whose turns are asked for by chat requests: translates between messages and the tokens to train on."""
 
 from collections.abc import Collection
 from concurrent.futures import Future
@@ -17,7 +17,7 @@ from shardwise.rollout.stop_strings import before_stop
 from shardwise.types import Completion, Example, GenerateRequest
 
 ORIGIN = "the request"
-"""Names what was rendered in errors."""
+"""Name of the rendered text in errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +25,34 @@ class Limits:
     """What a conversation may hold."""
 
     max_prompt_tokens: int
-    """The messages of the first request, rendered."""
+    """Most tokens of the first request's messages, rendered."""
     max_turns: int
     longest_token: int
-    """In characters: what is longer than its tokens could be is refused before it is tokenized."""
+    """Characters of the longest token: text too long for the allowed tokens is refused before it is tokenized."""
     media_token_ids: Collection[int] = ()
-    """That no message may spell."""
+    """Tokens that no message may spell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that carries the conversation on."""
+    """A request that continues the conversation."""
 
     messages: list[Message]
-    """All of them, in their plain form."""
+    """All messages, in their plain form."""
     observed: list[int]
-    """The tokens of those that came with it; none with the first request, whose tokens are the prompt's."""
+    """Tokens of the messages that are new in it; none for the first request, whose tokens are the prompt's."""
     reads_calls: bool
     request: GenerateRequest
-    """For its turn."""
+    """The request for its turn."""
     answer: "Future[ChatAnswer]" = field(default_factory=Future)
 
 
 class Conversation:
     """One conversation that only grows. Not safe to use from two threads at a time.
 
-    The first request's messages are the prompt. From then on a request repeats all that was said and adds what is new:
-    what the policy sampled is recognized by its message and stays as the tokens it was, what is new is rendered on its
-    own behind it. A request that says again what the last one said is told again what that was told.
+    The first request's messages are the prompt. From then on a request repeats all earlier messages and adds new ones.
+    A turn of the policy is recognized by its message and keeps the tokens that were sampled; new messages are rendered
+    by themselves after it. A request that only repeats the last one gets the same answer again.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Conversation:
     ) -> None:
         """
         Args:
-            request: how its turns are sampled, all together in at most `max_tokens`; its uid tells conversations apart.
+            request: how turns are sampled, all together with at most `max_tokens`; its uid tells conversations apart.
         """
         self._tokenizer = tokenizer
         self._request = request
@@ -80,21 +80,21 @@ class Conversation:
         self._turns: list[str] = []
         self._asked: Asked | None = None
         self.refusal: str | None = None
-        """Why a limit allowed no further turn."""
+        """Why a limit allowed no further turn; None if none did."""
 
     @property
     def num_turns(self) -> int:
-        """Of the policy, so far."""
+        """Number of the policy's turns so far."""
         return len(self._turns)
 
     def ask(self, chat: ChatRequest) -> Asked:
         """Takes a request.
 
         Returns:
-            What is to be answered, or was already.
+            The request to answer, or one that was answered already.
         Raises:
-            ApiError: the request does not carry the conversation on, samples otherwise than the run, or finds a limit
-                reached. The conversation stays as it was.
+            ApiError: the request does not continue the conversation, samples differently from the run, or would exceed
+                a limit. The conversation stays as it was.
         """
         chat_format.require_sampling(chat, self._request)
         messages = [chat_format.plain_message(message, n) for n, message in enumerate(chat.messages, start=1)]
@@ -118,7 +118,7 @@ class Conversation:
         return self._asked
 
     def take(self, turn: Completion) -> None:
-        """Answers what was asked last."""
+        """Answers the last request with a turn of the policy."""
         asked = self._asked
         assert asked is not None
         self._completion = with_turn(with_observation(self._completion, asked.observed), turn)
@@ -146,20 +146,20 @@ class Conversation:
         )
 
     def close(self, why: str) -> None:
-        """Leaves nobody waiting for an answer."""
+        """Answers a request that still waits, with an error."""
         if self._asked is not None and not self._asked.answer.done():
             self._asked.answer.set_exception(ApiError(503, why, code="episode_over"))
 
     @property
     def completion(self) -> Completion:
-        """What was sampled so far, and what was said in between."""
+        """The tokens that were sampled so far, and those of the messages in between."""
         return self._completion
 
     def episode(self, row: Example, outcome: Answer, *, version: int) -> Episode:
-        """What was said, as a completion of a row.
+        """Returns the conversation as an episode of a row.
 
         Args:
-            version: of the policy that did not get as far as a turn.
+            version: the policy's version if it did not get as far as a turn.
         """
         completion = self._completion
         if not self._turns:
@@ -238,7 +238,7 @@ class Conversation:
         num_left = self._request.max_tokens - len(before)
         request = replace(
             self._request,
-            uid=f"{self._request.uid}/turn {self.num_turns}",  # draws depend on nothing that timing decides
+            uid=f"{self._request.uid}/turn {self.num_turns}",  # so random draws do not depend on timing
             prompt_ids=self._prompt_ids + before,
             max_tokens=num_left if chat.token_limit is None else min(num_left, chat.token_limit),
         )

@@ -1,4 +1,4 @@
-"""Finds what answers the policy: an environment by its import path, or tools."""
+"""Finds what answers the policy: an environment or an agent by its import path, or tools."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 METHODS: Mapping[str, tuple[str, ...]] = {"reset": ("example",), "step": ("response",), "reward": (), "close": ()}
-"""Of an environment, each with what it is called with."""
+"""Method of an environment -> arguments that it is called with."""
 TOOLS = "rollout.environment.functions"
 
 
 def load_environment(config: CustomEnvironment | ToolsEnvironment) -> Callable[[], Any]:
-    """What makes an environment for a completion.
+    """Returns a function that makes an environment for a completion.
 
     Raises:
         ConfigError: a class or function cannot be imported, a class does not take its parameters or lacks a method that
-            can be called as it will be, a function does not say how it is called.
+            can be called as it will be, or a function does not say how it is called.
     """
     match config:
         case CustomEnvironment():
@@ -65,7 +65,7 @@ def check_environment(config: EnvironmentConfig) -> None:
 
 
 def load_agent(config: AgentEnvironment) -> Callable[..., Any]:
-    """What plays an episode, given its row and the endpoint.
+    """Returns the function that plays an episode, given its row and the endpoint.
 
     Raises:
         ConfigError: it cannot be imported, or does not take what it is called with.
@@ -86,7 +86,7 @@ def load_agent(config: AgentEnvironment) -> Callable[..., Any]:
 
 
 def load_tools(config: EnvironmentConfig | None) -> dict[str, Callable[..., Any]]:
-    """The functions that a policy may call, by name; none where there are no tools.
+    """Returns name -> function that the policy may call; empty if there are no tools.
 
     Raises:
         ConfigError: one cannot be imported, is no plain function or coroutine function, or has parameters that a call
@@ -106,10 +106,10 @@ def load_tools(config: EnvironmentConfig | None) -> dict[str, Callable[..., Any]
 
 
 def checked_tools(config: ToolsEnvironment) -> dict[str, Callable[..., Any]]:
-    """The tools by name, each checking what it is called with against its type hints.
+    """Returns name -> tool, each of which checks its arguments against its type hints.
 
     Raises:
-        ConfigError: type hints that nothing can be checked against.
+        ConfigError: arguments cannot be checked against a tool's type hints.
     """
     from shardwise.rollout.tools import checked
 
@@ -126,10 +126,10 @@ def checked_tools(config: ToolsEnvironment) -> dict[str, Callable[..., Any]]:
 
 
 def tool_schemas(config: EnvironmentConfig | None) -> dict[str, dict[str, Any]]:
-    """What a chat template is told of the tools, by name.
+    """Returns name -> JSON schema of the tool, for the chat template.
 
     Raises:
-        ConfigError: a function without type hints, or without a docstring that describes its arguments.
+        ConfigError: a function has no type hints, or no docstring that describes its arguments.
     """
     from transformers.utils import get_json_schema
 
@@ -137,17 +137,18 @@ def tool_schemas(config: EnvironmentConfig | None) -> dict[str, dict[str, Any]]:
     for name, tool in load_tools(config).items():
         try:
             schemas[name] = get_json_schema(tool)
-        except Exception as error:  # whatever evaluating its type hints raises
+        except Exception as error:  # evaluating its type hints may raise anything
             raise ConfigError(
                 f"{TOOLS}: {name} does not say how it is called ({_one_line(error)}); give it type hints "
                 "and a docstring with an Args: section"
             ) from None
-        schemas[name]["function"]["name"] = name  # which need not be what the function calls itself
+        schemas[name]["function"]["name"] = name  # the function's own __name__ may differ
     return schemas
 
 
 def require_tool_tags(config: EnvironmentConfig | None, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Turns are read without special tokens: what marks a call must not be one. Agents may offer tools of their own.
+    """Checks that no tag that marks a tool call is a special token, since turns are read without these; for agents too,
+    which may offer tools of their own.
 
     Raises:
         ConfigError: the tokenizer loses a tag of the call format, so that no call would ever be seen.
@@ -170,8 +171,8 @@ def require_tool_tags(config: EnvironmentConfig | None, tokenizer: "PreTrainedTo
 def warn_of_unseen_tools(
     config: EnvironmentConfig | None, tokenizer: "PreTrainedTokenizerBase", system_prompt: str | None
 ) -> None:
-    """Of a chat template that tells the policy nothing of the tools. One that does not take a lone question is not
-    judged: rows may be of another form."""
+    """Warns if the chat template tells the policy nothing of the tools. A template that cannot render a lone question
+    is not judged: rows may have another form."""
     schemas = tool_schemas(config)
     if not schemas:
         return
@@ -223,7 +224,7 @@ def _load_class(config: CustomEnvironment) -> Callable[[], Any]:
 
 
 def _problem_of_method(found: Callable[..., Any], name: str, arguments: tuple[str, ...]) -> str | None:
-    """Why the method of an environment cannot be called as it will be."""
+    """Says why a method of an environment cannot be called as it will be; None if it can."""
     method = getattr(found, name, None)
     if not callable(method):
         return f"has no method {name}"
@@ -231,7 +232,7 @@ def _problem_of_method(found: Callable[..., Any], name: str, arguments: tuple[st
         return f"has a method {name} that is a generator"
     is_plain = method is inspect.getattr_static(found, name) and hasattr(type(method), "__get__")  # else it is bound
     try:
-        with suppress(ValueError):  # one of C has no signature
+        with suppress(ValueError):  # a C function has no signature
             inspect.signature(method).bind(*(("self", *arguments) if is_plain else arguments))
     except TypeError as error:
         return f"has a method {name} that cannot be called with {', '.join(arguments) or 'nothing'}: {error}"

@@ -1,4 +1,4 @@
-"""Completions of several turns: the policy speaks, an environment answers, until one of them is done."""
+"""Completions of several turns: the policy speaks and an environment answers, until one of them is done."""
 
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
@@ -24,20 +24,20 @@ class Episode:
     example: Example
     completion: Completion
     turns: list[str] = field(default_factory=list)
-    """Of the policy, as text."""
+    """The policy's turns, as text."""
     said: list[dict[str, Any]] = field(default_factory=list)
-    """Messages after the prompt: turns, and what the environment answered."""
+    """Messages after the prompt: turns and the environment's answers."""
     outcome: Answer | None = None
-    """What the environment makes of it; None where there is none."""
+    """The environment's or agent's verdict; None if there is none."""
 
     @property
     def last_turn(self) -> str:
-        """Empty where an agent failed before the first one."""
+        """Text of the last turn; empty if an agent failed before the first one."""
         return self.turns[-1] if self.turns else ""
 
     @property
     def ids_before_last_turn(self) -> list[int]:
-        """The completion's tokens that the last turn answers: earlier turns, and what the environment said."""
+        """The completion's tokens before the last turn: earlier turns, and what the environment said."""
         return self.completion.token_ids[: self.completion.turn_starts[-1]] if self.turns else []
 
 
@@ -47,18 +47,19 @@ class _Game:
 
     episode: Episode
     request: GenerateRequest
-    """Of its first turn."""
+    """The request for its first turn."""
     environment: Any = None
     is_over: bool = False
 
     def fail(self, method: str, why: str) -> None:
-        """Ends it without a score. Of several failures the first one is told."""
+        """Ends the game without a score. If there are several failures, the first one is kept."""
         if self.episode.outcome is None or self.episode.outcome.failure is None:
             self.episode.outcome = Answer(failure=f"{method}() {why}")
         self.is_over = True
 
     def next_request(self) -> GenerateRequest:
-        """Tokens are the interface: what was sampled and what was observed is continued as it is."""
+        """Returns the request for the next turn. It continues the very tokens that were sampled and observed, without
+        tokenizing text again."""
         so_far = self.episode.completion.token_ids
         return replace(
             self.request,
@@ -68,19 +69,19 @@ class _Game:
 
 
 def empty_completion() -> Completion:
-    """Before the first turn."""
+    """Returns the completion before the first turn."""
     return Completion(
         token_ids=[], logprobs=[], finish_reason="length", policy_version=0, is_sampled=[], turn_starts=[]
     )
 
 
 def with_turn(before: Completion, turn: Completion) -> Completion:
-    """A completion after one more turn of the policy's."""
+    """Returns a completion after one more turn of the policy."""
     return replace(before.then(turn), turn_starts=[*before.turn_starts, len(before.token_ids)])
 
 
 def with_observation(before: Completion, token_ids: list[int]) -> Completion:
-    """A completion after tokens that the policy did not sample."""
+    """Returns a completion after further tokens, which the policy did not sample."""
     observed = replace(
         before,
         token_ids=token_ids,
@@ -94,12 +95,12 @@ def with_observation(before: Completion, token_ids: list[int]) -> Completion:
 
 
 def _begin(example: Example, request: GenerateRequest) -> list[_Game]:
-    """A game for each completion of a request."""
+    """Returns a game for each completion of a request."""
     return [_Game(Episode(example, empty_completion()), one) for one in request.one_by_one()]
 
 
 class Episodes:
-    """Plays episodes in an environment, those of a whole batch at the same time. A context manager."""
+    """Plays the episodes of a whole batch in environments at the same time. A context manager."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Episodes:
         *,
         media_token_ids: Collection[int] = (),
     ) -> None:
-        """`environment` makes one for each completion; no answer of it may bring in `media_token_ids`."""
+        """`environment` makes an environment for a completion, whose answers may not bring in `media_token_ids`."""
         self._config = config
         self._new_environment = environment
         self._tokenizer = tokenizer
@@ -126,8 +127,8 @@ class Episodes:
         self._caller.close()
 
     def play(self, examples: Sequence[Example], requests: Sequence[GenerateRequest]) -> list[list[Episode]]:
-        """The episodes of every example, as many as its request asks for. Whatever happens, no environment is left
-        open."""
+        """Plays the episodes of every example, as many as its request asks for. Whatever happens, no environment is
+        left open."""
         groups = [_begin(example, request) for example, request in zip(examples, requests, strict=True)]
         games = [game for group in groups for game in group]
         try:
@@ -161,7 +162,7 @@ class Episodes:
         method: str,
         arguments: Callable[[_Game], tuple[Any, ...]] = lambda _: (),
     ) -> list[tuple[_Game, Any]]:
-        """Calls a method of every game's environment. Returns what those returned that did not fail."""
+        """Calls a method of every game's environment. Returns (game, returned value) for calls that did not fail."""
         games = [game for game in games if game.environment is not None]
         calls = [partial(getattr(game.environment, method), *arguments(game)) for game in games]
         answered = []
@@ -181,7 +182,7 @@ class Episodes:
         game.is_over |= turn.finish_reason == "length"
 
     def _answer(self, games: Sequence[_Game]) -> None:
-        """Lets the environments answer the last turn, and appends what they say."""
+        """Lets the environments answer the last turn, and appends their answers."""
         for game, observation in self._call(games, "step", lambda game: (game.episode.turns[-1],)):
             if observation is None:
                 game.is_over = True
@@ -203,7 +204,7 @@ class Episodes:
             self._observe(game, observation, token_ids)
 
     def _observe(self, game: _Game, observation: str | list[dict[str, Any]], token_ids: list[int] | None) -> None:
-        """Appends an observation, or ends the game where no turn could follow it."""
+        """Appends an observation, or ends the game if no turn could follow it."""
         before = game.episode.completion
         num_left = game.request.max_tokens - len(before.token_ids)
         if token_ids is None or len(token_ids) >= num_left or before.num_turns == self._config.max_turns:

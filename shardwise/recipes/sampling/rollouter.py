@@ -1,4 +1,4 @@
-"""From prompts to judged completions: what reinforcement learning and evaluation share."""
+"""From prompts to judged completions, for reinforcement learning and evaluation."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -44,9 +44,10 @@ class Rollouter:
         """
         Args:
             rewards: None judges nothing; every reward is 0.
-            max_prompt_tokens: of the prompts that agents write.
-            media_token_ids: that environments and agents may not bring in.
-            sync_gate: lets new weights in between two calls of the engines, or into one; None: nothing interrupts.
+            max_prompt_tokens: longest prompt that agents may write.
+            media_token_ids: tokens that environments and agents may not bring in.
+            sync_gate: lets new weights in between two calls of the engines, or interrupts a call for them; None:
+                nothing interrupts.
         Raises:
             ConfigError: rollout.environment cannot be used.
         """
@@ -56,7 +57,7 @@ class Rollouter:
         self._rewards = rewards
         self._sync_gate = sync_gate
         self.num_sampled_tokens = 0
-        """That engines have sampled so far, in all calls."""
+        """Tokens that engines have sampled so far, in all calls."""
         self._episodes: Episodes | Agents | None = None
         match config.environment:
             case AgentEnvironment() as agents:
@@ -94,11 +95,11 @@ class Rollouter:
         stream: str,
         with_experts: bool = False,
     ) -> list[RolloutGroup]:
-        """One group for each example, in order.
+        """Returns one group of judged completions for each example, in order.
 
         Args:
             seed, stream: together with the row and the completion's index they determine the random draws.
-            with_experts: keep which experts every token goes to.
+            with_experts: records which experts every token goes to.
         """
         requests = [
             GenerateRequest(
@@ -137,7 +138,7 @@ class Rollouter:
         return judged_groups
 
     def _play(self, examples: Sequence[Example], requests: list[GenerateRequest]) -> list[list[Episode]]:
-        """One turn each, or as many as the environment asks for."""
+        """Plays the episodes of every example: of one turn, or of as many as the environment asks for."""
         if self._episodes is not None:
             return self._episodes.play(examples, requests)
         groups = [
@@ -150,18 +151,18 @@ class Rollouter:
         return groups
 
     def prompt_text(self, example: Example, completion: Completion) -> str:
-        """What a completion answers: the row's prompt, unless an agent wrote another."""
+        """Returns the prompt that a completion answers: the row's, unless an agent wrote another."""
         return example.prompt if completion.prompt_ids is None else self._tokenizer.decode(completion.prompt_ids)
 
     def _text(self, episode: Episode) -> str:
         return self._tokenizer.decode(episode.completion.token_ids, skip_special_tokens=True)
 
     def counting_failures(self, min_completions: int) -> AbstractContextManager[None]:
-        """All calls of `collect` inside count as one batch for reward.max_failure_rate, of at least so many."""
+        """Inside, all calls of `collect` are one batch for reward.max_failure_rate, of at least `min_completions`."""
         return nullcontext() if self._rewards is None else self._rewards.counting_failures(min_completions)
 
     def _generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
-        """Goes on with completions that new weights have interrupted until all have an end."""
+        """Generates completions, and continues those that new weights have interrupted until all are finished."""
         groups = self._call_engines(requests)
         while rest := [
             (place, part) for place, request in enumerate(requests) for part in rest_of(request, groups[place])
@@ -172,8 +173,8 @@ class Rollouter:
         return groups
 
     def _call_engines(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
-        """Deals requests to the engines round-robin, so that neighbours of like length spread evenly; by their
-        `prefix_key` where engines cache prefixes."""
+        """Deals requests to the engines round-robin, so that neighbors of similar length spread evenly; by their
+        `prefix_key` if engines cache prefixes."""
         size = self._group.size // self._config.engine.ranks_per_engine
         keys = [
             request.prefix_key if self._config.engine.keeps_prefixes else place
@@ -202,7 +203,7 @@ class Rollouter:
         return [[next(results) for _ in group] for group in groups]
 
     def _job(self, episode: Episode) -> RewardJob:
-        """The last turn is what is judged; what was said before it belongs to the prompt."""
+        """Makes the job that judges an episode's last turn; everything before it belongs to the prompt."""
         example = episode.example
         extra_info = {**example.extra_info, "num_response_tokens": len(episode.completion.token_ids)}
         return RewardJob(
@@ -218,8 +219,8 @@ class Rollouter:
 
 
 def rest_of(request: GenerateRequest, completions: Sequence[Completion]) -> list[GenerateRequest]:
-    """Requests that continue the interrupted completions of a request. Completions that have no token yet stay together
-    in runs of consecutive indices, so that each run shares one prefill."""
+    """Returns requests that continue the interrupted completions of a request. Completions without a token stay
+    together in runs of consecutive indices, so that each run shares one prefill."""
     interrupted = [index for index, one in enumerate(completions) if one.finish_reason == "interrupted"]
     begun = [index for index in interrupted if completions[index].token_ids]
     parts = [
@@ -240,8 +241,8 @@ def rest_of(request: GenerateRequest, completions: Sequence[Completion]) -> list
 
 
 def _require_numbers(request: GenerateRequest, completions: Sequence[Completion]) -> None:
-    """Whatever the engine. A correction of rollout logprobs would mask what is no number without a word. Raises
-    TrainingError: names the completion."""
+    """Raises TrainingError if a logprob is NaN, from any engine; names the completion. A correction of rollout logprobs
+    would silently mask such a token."""
     for index, completion in enumerate(completions, start=request.first_index):
         if math.isnan(sum(completion.logprobs)):
             raise TrainingError(
@@ -252,8 +253,7 @@ def _require_numbers(request: GenerateRequest, completions: Sequence[Completion]
 
 
 def _require_whole(episodes: Sequence[Episode]) -> None:
-    """Raises TrainingError where an environment failed and there is no reward whose policy for failures would say what
-    to do."""
+    """Raises TrainingError: an environment failed, and there is no reward whose on_failure says what to do."""
     failed = [(e.example.uid, e.outcome.failure) for e in episodes if e.outcome is not None and e.outcome.failure]
     if failed:
         uid, failure = failed[0]
@@ -264,11 +264,12 @@ def _require_whole(episodes: Sequence[Episode]) -> None:
 
 
 def is_correct(reward: float, parts: dict[str, float], config: RewardConfig) -> bool:
-    """What the first of reward.functions says: by its "acc" where it returned one, else by its own score.
+    """Returns whether the first of reward.functions calls it correct: by its "acc" if it returned one, else by its
+    score.
 
-    The other entries and all weights do not matter: a format or length reward changes no accuracy. Without a part by
-    the first entry's name its call failed, which is not correct. A manager's results go by a part "acc", else by the
-    reward.
+    Other entries and all weights do not matter: a format or length reward does not change accuracy. If there is no part
+    by the first entry's name, its call failed, which is not correct. A manager's results go by a part "acc", else by
+    the reward.
     """
     if config.manager is not None:
         return parts["acc"] > 0 if "acc" in parts else reward >= config.correct_at

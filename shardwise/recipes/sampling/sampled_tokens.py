@@ -1,4 +1,4 @@
-"""Checks that trained tokens are the tokens that were sampled, after the same tokens and at the same positions."""
+"""Checks that trained tokens are those that were sampled, after the same tokens and at the same positions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ FATES = ("trained", "masked", "dropped")
 
 
 def with_spans(request: GenerateRequest, completions: Sequence[Completion]) -> list[Completion]:
-    """An engine's completions of a request, each with the SampledSpan that proves its tokens."""
+    """Returns an engine's completions of a request, each with the SampledSpan that proves its tokens."""
     read = request.prompt_ids + request.partial_token_ids
     return [
         replace(completion, spans=[_span_of(read, completion.token_ids)] if completion.token_ids else [])
@@ -27,16 +27,16 @@ def with_spans(request: GenerateRequest, completions: Sequence[Completion]) -> l
 
 
 def num_spanned(completion: Completion) -> int:
-    """Tokens that rollout engines say they have sampled of a completion."""
+    """Counts the tokens of a completion that rollout engines say they have sampled."""
     return sum(span.end - span.start for span in completion.spans)
 
 
 def require_sampled(samples: Sequence[Sample], packed: PackedStep) -> None:
-    """Holds the packed batches of `samples` to the calls that sampled them.
+    """Compares the packed batches of `samples` with what rollout engines sampled.
 
     Raises:
-        TrainingError: names the sample of which a token was altered, cut or shifted since, before it or in it; or is
-            trained and was never sampled.
+        TrainingError: a sampled token, or one before it, was altered, cut or shifted since, or a trained token was
+            never sampled; names the sample.
     """
     for batch in (batch for shard in packed.shards for batch in shard):
         starts = batch.cu_seqlens.tolist()
@@ -49,12 +49,13 @@ def require_sampled(samples: Sequence[Sample], packed: PackedStep) -> None:
 
 
 def token_metrics(groups: Sequence[RolloutGroup], samples: Sequence[Sample]) -> Metrics:
-    """How many of the tokens that were sampled for a step are trained, and how many a mask leaves out.
+    """Returns how many of the tokens that were sampled for a step are trained, and how many a mask leaves out.
 
     Args:
-        samples: of the groups, in their order, as they are trained.
+        samples: samples of the groups, in their order, as they are trained.
     Raises:
-        TrainingError: names the sample of which another number of tokens counts as sampled than engines have sampled.
+        TrainingError: the number of tokens that count as sampled is not the number that engines have sampled; names
+            the sample.
     """
     completions = [(group.example.uid, completion) for group in groups for completion in group.completions]
     for uid, completion in completions:
@@ -72,7 +73,7 @@ def token_metrics(groups: Sequence[RolloutGroup], samples: Sequence[Sample]) -> 
 
 
 class TokenAccount:
-    """Says at the end of a run what has become of the tokens that were sampled. A context manager."""
+    """Counts what becomes of sampled tokens, and prints it at the end of a run. A context manager."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -88,7 +89,7 @@ class TokenAccount:
         print(f"{self._title}: sampled {self._counts.total():,} tokens: {fates}", flush=True)
 
     def add(self, metrics: Metrics) -> None:
-        """Those of a step."""
+        """Adds the counts of a step."""
         self._counts.update({fate: int(metrics[f"tokens/{fate}"].result()) for fate in FATES})
 
 
@@ -98,7 +99,7 @@ def _span_of(read: list[int], sampled: list[int]) -> SampledSpan:
 
 
 def _fault(token_ids: Tensor, loss_mask: Tensor, spans: Sequence[SampledSpan]) -> str | None:
-    """token_ids [L] int64 and loss_mask [L] bool of one sequence -> what is wrong with it, if anything is."""
+    """Says what is wrong with one sequence, token_ids [L] int64 and loss_mask [L] bool; None if nothing is."""
     is_sampled = torch.zeros_like(loss_mask)
     for span in spans:
         if span.end > len(token_ids):

@@ -1,5 +1,5 @@
-"""What one step of reinforcement learning trains on: prompts drawn, completions sampled and judged, groups that teach
-nothing replaced."""
+"""Collects what a step of reinforcement learning trains on: draws prompts, has completions sampled and judged, and
+replaces groups without a learning signal."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +14,7 @@ from shardwise.recipes.sampling.samples import reward_columns, to_samples
 from shardwise.types import Completion, Example, Metrics, MetricValue, RolloutGroup, SampledSpan
 
 FORMAT = 4
-"""Of rollouts in checkpoints: raised when those that were written before can no longer be read."""
+"""Format version of rollouts in checkpoints; increases when rollouts written before can no longer be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,17 +23,18 @@ class Rollout:
 
     groups: list[RolloutGroup]
     greedy_rewards: list[float] | None
-    """Of each group the reward of its prompt's greedy completion, where algorithm.advantage=remax compares with it."""
+    """Reward of the greedy completion of each group's prompt, which algorithm.advantage=remax compares with; else
+    None."""
     metrics: Metrics
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the policy, among those that sampled a token; None where none was sampled."""
+        """Oldest version of the policy that sampled a token; None if no token was sampled."""
         sampled = (completion for group in self.groups for completion in group.completions if completion.token_ids)
         return min((completion.policy_version for completion in sampled), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-serialisable, with the uid and the prompt of each row instead of the row."""
+        """Returns it as JSON-serializable values, with the uid and the prompt of each row instead of the row."""
         tree = asdict(self)
         for group in tree["groups"]:
             example = group["example"]
@@ -42,12 +43,12 @@ class Rollout:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], examples: Sequence[Example]) -> Self:
-        """What `to_json` was called on; `examples` holds its rows.
+        """Restores what `to_json` was called on; `examples` holds its rows.
 
         Raises:
-            ModelError: it is of another FORMAT. DataError: a row is gone, or has another name or prompt.
+            ModelError: it has another FORMAT. DataError: a row is gone, or has another name or prompt.
         """
-        written = tree.get("format", 1)  # versions that did not say it
+        written = tree.get("format", 1)  # early versions wrote no format
         if written != FORMAT:
             raise ModelError(
                 f"the checkpoint holds rollouts that were sampled ahead, in format {written}, and this version of "
@@ -77,7 +78,7 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompts and completions."""
+        """Number of tokens in prompts and completions."""
         return sum(
             len(group.prompt_ids(completion)) + len(completion.token_ids)
             for group in self.groups
@@ -86,7 +87,8 @@ class Rollout:
 
 
 def lost_row(rollouts: Sequence[dict[str, Any]], examples: Sequence[Example]) -> str | None:
-    """Of what `Rollout.to_json` gave, the uid of the first row that `examples` lack, or have with another prompt."""
+    """Returns the uid of the first row in rollouts from `Rollout.to_json` that `examples` lack or have with another
+    prompt; None if there is none."""
     prompts = {example.uid: example.prompt_ids for example in examples}
     for group in (group for rollout in rollouts for group in rollout["groups"]):
         uid = group["example"]
@@ -107,9 +109,9 @@ class Sampler:
         self._config = config
 
     def collect(self, step: int) -> Rollout:
-        """The groups of a step: rollout.num_prompts of them, or fewer if rollout.dynamic_sampling ran out of rounds; if
-        no round found a group with a learning signal, those of the last round. reward.max_failure_rate is checked
-        against all rounds so far, because every call of a small late round may fail."""
+        """Collects the groups of a step: rollout.num_prompts of them, or fewer if rollout.dynamic_sampling ran out of
+        rounds; if no round found a group with a learning signal, those of the last round. reward.max_failure_rate is
+        checked against all rounds so far, because every call of a small late round may fail."""
         rollout = self._config.rollout
         with self._rollouter.counting_failures(rollout.num_prompts * rollout.group_size):  # the first round
             return self._collect(step)
@@ -166,7 +168,7 @@ class Sampler:
         return groups
 
     def _sampled_metrics(self, sampled: Sequence[RolloutGroup]) -> Metrics:
-        """Of all rounds: the groups that are kept are neither the easy nor the hard ones."""
+        """Returns metrics over all rounds, since groups that are kept are neither the easy nor the hard ones."""
         masks = self._config.masks_failed
         rewards = [r for g in sampled for r, failed in zip(g.rewards, g.failed, strict=True) if not (masks and failed)]
         verdicts = [verdict for group in sampled for verdict in self._verdicts(group) if verdict is not None]
@@ -176,8 +178,8 @@ class Sampler:
         }
 
     def _verdicts(self, group: RolloutGroup) -> list[bool | None]:
-        """Whether each completion is correct; None where it was not judged or its reward failed, which says nothing
-        about the prompt."""
+        """Returns whether each completion is correct; None if it was not judged or its reward failed, which says
+        nothing about the prompt."""
         reward = self._config.reward
         if reward is None:
             return [None] * len(group.rewards)
@@ -185,8 +187,9 @@ class Sampler:
         return [None if failed else is_correct(r, parts, reward) for r, parts, failed in judged]
 
     def _teaches(self, group: RolloutGroup) -> bool:
-        """Whether its completions differ in what rollout.dynamic_sampling.by names. Under gdpo in the rewards of some
-        function, since it compares each on its own; under gigpo, which discounts by turns, in their number too."""
+        """Returns whether completions differ in what rollout.dynamic_sampling.by names. With gdpo, which compares each
+        function on its own, the rewards of some function must differ; with gigpo, which discounts by turns, a
+        different number of turns also counts."""
         dynamic = self._config.rollout.dynamic_sampling
         if dynamic is not None and dynamic.by == "correct":
             return len({verdict for verdict in self._verdicts(group) if verdict is not None}) > 1
@@ -203,7 +206,7 @@ class Sampler:
         return any(len({column[place] for place in kept}) > 1 for column in columns)
 
     def _greedy(self, groups: Sequence[RolloutGroup], step: int) -> list[RolloutGroup]:
-        """The greedy completion of each group's prompt, judged."""
+        """Samples the greedy completion of each group's prompt, judged."""
         return self._rollouter.collect(
             [group.example for group in groups],
             num_completions=1,
@@ -213,7 +216,8 @@ class Sampler:
         )
 
     def _rewards_of(self, greedy: list[RolloutGroup]) -> list[float]:
-        """As the completions that they are compared with: with the penalty for overlong ones."""
+        """Returns the rewards of greedy completions, with the penalty for overlong ones like those they are compared
+        with."""
         max_tokens = self._config.rollout.max_response_tokens
         samples = with_overlong_penalty(to_samples(greedy), self._config.algorithm, max_tokens=max_tokens)
         return [sample.reward for sample in samples]

@@ -1,4 +1,4 @@
-"""What a rollout becomes: samples to train on, metrics of the step, rows of samples.jsonl."""
+"""Converts a rollout into samples to train on, metrics of the step, and rows of samples.jsonl."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -15,11 +15,13 @@ NUM_LOGGED_SAMPLES = 16
 
 
 def to_samples(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> list[Sample]:
-    """Prompt and completion in one sequence; those of the completion's tokens are trained that the policy sampled.
+    """Joins prompt and completion in one sequence each; of the completion the tokens that the policy sampled are
+    trained.
+
+    In a group without a baseline no token is trained.
 
     Args:
-        mask_failed: a completion whose reward failed has no trained token, so that nothing counts it; nor have those of
-            a group without a baseline.
+        mask_failed: no token of a completion whose reward failed is trained, so that nothing counts it.
     """
     samples = []
     for number, group in enumerate(groups):
@@ -54,7 +56,7 @@ def to_samples(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> 
 
 
 def _continued(position_ids: Tensor | None, num_tokens: int) -> Tensor | None:
-    """[3, L] of a prompt with images -> [3, num_tokens]: words go on behind the furthest place."""
+    """Extends [3, L] position ids of a prompt with images to [3, num_tokens]: text continues after the largest."""
     if position_ids is None:
         return None
     num_more = num_tokens - position_ids.shape[1]
@@ -63,7 +65,7 @@ def _continued(position_ids: Tensor | None, num_tokens: int) -> Tensor | None:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
-    """The shape of the completions."""
+    """Returns metrics of the completions' lengths, and of their turns if an environment answered."""
     completions = [completion for group in groups for completion in group.completions]
     lengths = [completion.num_sampled for completion in completions]
     metrics: Metrics = {
@@ -82,10 +84,10 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def staleness_metrics(groups: Sequence[RolloutGroup], *, version: int) -> Metrics:
-    """How many updates lie between the weights that sampled and those that are trained, of `version`: the mean, the
-    maximum, and the share of completions at each number, by their oldest tokens. And of sampled tokens the mean, and
-    the share of completions that new weights went on with. Of completions without a token, such as those of agents that
-    failed at once, nothing is counted."""
+    """Returns how many updates lie between the weights that sampled and those that are trained, of `version`.
+    Completions count by their oldest tokens: mean, maximum, and share at each number. Also returns the mean over
+    sampled tokens, and the share of completions that new weights continued. Completions without a token, such as those
+    of agents that failed at once, do not count."""
     completions = [completion for group in groups for completion in group.completions if completion.token_ids]
     ages = [version - completion.policy_version for completion in completions]
     of_tokens = [version - sampled for completion in completions for sampled in completion.sampled_versions]
@@ -103,10 +105,10 @@ def staleness_metrics(groups: Sequence[RolloutGroup], *, version: int) -> Metric
 
 
 def reward_metrics(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> Metrics:
-    """Rewards, over all sources and for each of several, and their named parts.
+    """Returns metrics of rewards, over all sources and for each if there are several, and of their named parts.
 
     Args:
-        mask_failed: rewards that failed count in reward/failed alone.
+        mask_failed: rewards that failed count only in reward/failed.
     """
     all_failed = [failed for group in groups for failed in group.failed]
     by_source: dict[str, list[float]] = {}
@@ -138,10 +140,11 @@ def sample_rows(
     *,
     judged: bool = True,
 ) -> list[Mapping[str, Any]]:
-    """The first completions of a step as samples.jsonl keeps them, with their rewards where they were judged.
+    """Returns the first completions of a step as rows of samples.jsonl.
 
     Args:
-        prompt_text: as `Rollouter.prompt_text`.
+        prompt_text: `Rollouter.prompt_text`, or the like.
+        judged: whether completions were judged, so that rows have rewards.
     """
     rows = (
         {
@@ -170,8 +173,8 @@ def sample_rows(
 
 
 def reward_columns(groups: Sequence[RolloutGroup], config: RewardConfig) -> dict[str, list[float]]:
-    """Of every reward function its own scores, reward.failure_value where its call failed; of a manager the parts that
-    all its results have. What else a function returned is no reward."""
+    """Returns reward function -> its scores, with reward.failure_value where its call failed; for a manager, each part
+    that all its results have. Other values that a function returned are not rewards."""
     parts = [own for group in groups for own in group.reward_parts]
     failed = [one for group in groups for one in group.failed]
     names = [entry.name for entry in config.functions]

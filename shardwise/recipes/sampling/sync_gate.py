@@ -9,24 +9,24 @@ from shardwise.controller.base import RankSilentError
 
 
 class SyncGate:
-    """Lets new weights in between two calls of the engines, and interrupts the one that goes on."""
+    """Lets new weights in between two calls of the engines, and interrupts a call for them."""
 
     def __init__(self, interrupt: Callable[[], Any], *, timeout_seconds: float) -> None:
         """
         Args:
-            interrupt: makes the engines return what they have so far; it is called from the thread that brings weights.
-            timeout_seconds: how long they may take for it.
+            interrupt: makes the engines return what they have so far; called from the thread that brings weights.
+            timeout_seconds: how long the engines may take to return.
         """
         self._interrupt = interrupt
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
-        # What follows is read and written under the condition.
+        # Guarded by the condition.
         self._is_sampling = self._are_weights_due = False
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Waits for: new weights that are due. Unblocked by: the end of `weights`, whose sync and whose wait for
-        this call have deadlines. Inside none come."""
+        """Inside, no new weights come. Waits for: new weights that are due. Unblocked by: the end of `weights`, whose
+        sync and whose wait for this call have deadlines."""
         with self._changed:
             self._changed.wait_for(lambda: not self._are_weights_due)
             self._is_sampling = True
@@ -39,11 +39,11 @@ class SyncGate:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Waits for: the engines' current call, which is interrupted. Unblocked by: the end of the call, the deadline.
-        Inside nothing is sampled.
+        """Inside, nothing is sampled. Waits for: the engines' current call, which is interrupted. Unblocked by: the end
+        of the call, the deadline.
 
         Raises:
-            RankSilentError: the call goes on.
+            RankSilentError: the call did not end in time.
         """
         with self._changed:
             self._are_weights_due, is_sampling = True, self._is_sampling
