@@ -134,7 +134,7 @@ class RankGroup:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Inside no other call goes to these ranks."""
+        """Inside this context no other call goes to these ranks."""
         with ExitStack() as stack:
             for rank in self.ranks:  # in the same order in every thread, or two might wait for each other
                 stack.enter_context(self._locks[rank])
@@ -159,7 +159,7 @@ class RankGroup:
 
 
 def _command(method: str, args: Sequence[Any]) -> Tensor:
-    """As `serve` reads it: with the step that it belongs to, which only rank 0 counts."""
+    """Encodes a command for `serve`, with the step that it belongs to, which only rank 0 counts."""
     return encode([plan().step, method, args])
 
 
@@ -187,7 +187,7 @@ def serve(worker: Any, control: Connections, *, follows_steps: bool = True) -> N
 
 
 def _answer(worker: Any, method: str, args: Sequence[Any]) -> tuple[Any, str | None]:
-    """The result, and the message of an ExportError where it ended in one."""
+    """Returns the result, and the message of the ExportError if it ended in one."""
     try:
         return getattr(worker, method)(*args), None
     except ExportError as error:

@@ -59,7 +59,7 @@ class ImageReader:
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """Of a model folder; None where it does not say how images are prepared, or not as those of Qwen and GLM do.
+        """Reads it from a model folder; None if that does not say how to prepare images, or not as Qwen and GLM do.
 
         Raises:
             ModelError: the image processor cannot be loaded, or leaves images in the size that they have.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDER = "<image>"
-"""Stands for an image in a content that is a string."""
+"""The text that stands for an image in a content that is a string."""
 _SOURCES = {"image", "path", "url", "bytes"}
 """Under which a part has an image of its own; what each may be, `ImageReader.open` says."""
 
@@ -48,7 +48,7 @@ class Vision:
 
     @classmethod
     def load(cls, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> "Vision | None":
-        """Of a model folder; None where the model sees no images, or the folder does not say how they are prepared.
+        """Reads it from a model folder; None if the model sees no images or the folder does not say how to prepare any.
 
         Raises:
             ModelError: as `ImageReader.load`.
@@ -179,7 +179,7 @@ class Vision:
 
 
 class UnknownVision(Vision):
-    """Of a model that sees images which nobody here knows how to show: it learns from words alone."""
+    """Stands in for the Vision of a model whose images nobody here knows how to show: it learns from words alone."""
 
     def __init__(self, model_type: str) -> None:
         """`model_type`: of config.json."""
@@ -219,7 +219,7 @@ class UnknownVision(Vision):
     def expand(
         self, tokens: list[int], loss_mask: list[bool], image_refs: Sequence[ImageRef], origin: str
     ) -> tuple[list[int], list[bool]]:
-        """The sequence as it is."""
+        """Returns the sequence as it is."""
         return tokens, loss_mask
 
     @property

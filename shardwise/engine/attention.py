@@ -29,7 +29,7 @@ FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", "flash-attn"),
     "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
 }
-"""Of each implementation: the module that holds its kernel, and the package to install."""
+"""Implementation -> the module that holds its kernel, and the package to install."""
 
 
 class AttentionBackend:
@@ -49,7 +49,7 @@ class AttentionBackend:
     def kernel(
         self, query: Tensor, value: Tensor, *, softcap: float | None, sinks: Tensor | None
     ) -> PackedKernel | None:
-        """The kernel that computes these tensors, None for the loop.
+        """Returns the kernel that computes these tensors, None for the loop.
 
         Raises:
             ModelError: the implementation that was asked for cannot compute them.
@@ -142,8 +142,8 @@ def _packed_attention(
     indices: KeyChoice | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, t, d], key and value [1, K, t, d], s_aux [H] -> [1, t, H, dv]; t tokens of this rank.
-    `indices`: of a layer with an indexer.
+    """The registered attention function: query [1, H, t, d], key and value [1, K, t, d], s_aux [H] -> [1, t, H, dv]; t
+    tokens of this rank. `indices` is given in layers with an indexer.
 
     A compiled layer calls it as it is: the layout changes with every batch, and each would be compiled anew.
     """
@@ -180,8 +180,8 @@ def _packed_attention(
 
 
 def _chosen_keys(choice: KeyChoice, *, layout: PackedLayout) -> list[Tensor | None] | None:
-    """Of every run of `layout` the keys that its queries see, bool [n, L, L]; None where all before it are. None
-    instead of the list: everywhere."""
+    """Returns, for every run of `layout`, the keys that its queries see, bool [n, L, L]; None for a run whose queries
+    see all keys before them. None instead of the list: this holds for every run."""
     if layout.max_length <= choice.num_keys:
         return None
     chosen: list[Tensor | None] = []

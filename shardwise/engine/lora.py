@@ -34,7 +34,7 @@ FILE_PREFIX = "base_model.model."
 
 
 REFUSED_BY_PEFT = {"falcon_h1": {"out_proj"}, "nemotron_h": {"out_proj"}}
-"""Whose weight the fused kernels of state spaces read without calling the layer."""
+"""By family, the layers whose weight the fused kernels of state spaces read without calling the layer."""
 
 TASK_TYPES: Mapping[HeadName, str] = {
     "logprobs": "CAUSAL_LM",
@@ -112,7 +112,7 @@ def _refused_by_peft(model: PreTrainedModel, config: LoraConfig, problem: str) -
 
 
 def _modules_to_save(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """The full names of the modules that are trained whole."""
+    """Returns the full names of the modules that are trained whole."""
     saved: list[str] = []
     tied = model.get_expanded_tied_weights_keys()
     for given in names:
@@ -303,7 +303,7 @@ def _shortest_names(model: PreTrainedModel, names: list[str]) -> list[str]:
 
 
 def _shortest_parameter_names(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """As `_shortest_names`, with the name of the module before that of the parameter: `experts.down_proj`."""
+    """Like `_shortest_names`, with the name of the module before that of the parameter: `experts.down_proj`."""
     endings = {".".join(name.split(".")[-2:]) for name in names}
     reached = {name for name, _ in model.named_parameters() if any(name.endswith(f".{ending}") for ending in endings)}
     return sorted(endings) if reached == set(names) else sorted(names)
@@ -343,12 +343,12 @@ def _wrapped_names(model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedWeight:
-    """What stands around a weight of the base."""
+    """The adapter of one weight of the base: where it is, and how it applies."""
 
     path: str
-    """Of the layer that holds A and B."""
+    """The path of the layer that holds A and B."""
     scaling: float
-    """Of their product."""
+    """The factor of their product."""
     is_experts: bool = False
     """The weight is fused, [E, ...], and A and B hold a pair for every expert."""
     is_transposed: bool = False

@@ -85,7 +85,7 @@ class ScoringModel(nn.Module):
         self.tower = VisionTower.of(hf_model)
 
     def forward(self, tokens: TokenSlice, backend: AttentionBackend, wanted: Wanted) -> dict[str, Tensor]:
-        """This rank's tokens -> what the head gives for the scored ones among them, by name.
+        """Computes this rank's tokens; returns what the head gives for the scored ones among them, by name.
 
         Raises:
             ModelError: a sequence or the pack is too long, or not every layer computed its attention through the
@@ -122,11 +122,11 @@ class ScoringModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """What an engine runs."""
+    """A sharded model, and what an engine needs to run it."""
 
     model: ScoringModel
     units: list[FSDPModule]
-    """The root is the last."""
+    """The FSDP units; the root is the last."""
     backend: AttentionBackend
     expert_loads: ExpertLoads
     replay: RouterReplay
@@ -180,7 +180,7 @@ def build_unloaded(
     head_name: HeadName = "logprobs",
     pad_token_id: int | None = None,
 ) -> ShardedModel:
-    """The model alone. Holds no collectives, and raises on this rank only."""
+    """Builds the model without loading weights. Holds no collectives, and raises on this rank only."""
     hf_model = build_on_meta(folder, head_name, experts_implementation=config.experts_implementation)
     if config.experts_implementation is None:  # before it is known which module computes in which of these
         dtypes = {config.param_dtype, *(own.param_dtype for own in config.module_precision if own.param_dtype)}
@@ -309,7 +309,7 @@ def _watch_routers(
 def build_on_meta(
     folder: Path, head_name: HeadName = "logprobs", *, experts_implementation: str | None = None
 ) -> PreTrainedModel:
-    """The model without memory behind its parameters, float32.
+    """Builds the model in float32, without memory behind its parameters.
 
     Raises:
         ModelError: not a model of this kind, of a family that packed attention cannot compute, or with dropout.
@@ -347,7 +347,7 @@ def build_on_meta(
 
 
 def _check_groups_of_heads(folder: Path, config: PreTrainedConfig) -> None:
-    """Every head of keys and values has the same number of query heads."""
+    """Checks that every head of keys and values has the same number of query heads."""
     text = config.get_text_config()
     heads, kv_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads < 1 or heads % kv_heads):
@@ -387,7 +387,8 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
 
 
 def materialize(model: ScoringModel, device: torch.device, *, params_on_host: bool) -> None:
-    """Memory for every parameter, and the buffers that no checkpoint holds (rotary frequencies, embedding scales)."""
+    """Allocates every parameter, and computes the buffers that no checkpoint holds (rotary frequencies, scales of
+    embeddings)."""
     model.to_empty(device="cpu" if params_on_host else device)
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers skips marked tensors

@@ -52,6 +52,6 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
 
 
 def validate(student: RemoteEngine, teacher: RemoteEngine, samples: Sequence[Sample]) -> Metrics:
-    """The mean divergence per trained token, in nats."""
+    """Returns the mean divergence per trained token, in nats."""
     total = sum(float(values.double().sum()) for values in student.divergence(samples, teacher))
     return {"val/divergence": MetricValue.mean(total, sum(int(sample.loss_mask.sum()) for sample in samples))}

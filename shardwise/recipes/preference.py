@@ -75,7 +75,7 @@ class Reference:
         self._config = config
         self._scorer: RemoteEngine | None = policy if config.uses_reference else None
         self.engines: list[RemoteEngine] = []
-        """Those that were built for it."""
+        """The frozen engines that were built for it."""
         if config.has_reference_engine:
             self._scorer = build_engine(policy.group, "reference", policy.model, config.reference_layout())
             self.engines.append(self._scorer)

@@ -45,25 +45,25 @@ class Companions:
     """The models that read the policy's tokens, opened."""
 
     critic: OpenedModel | None = None
-    """None: there is none, or it begins as the policy."""
+    """None: there is no critic, or it begins as the policy."""
     teachers: Sequence[OpenedModel] = ()
 
     @property
     def media_token_ids(self) -> frozenset[int]:
-        """The tokens that stand for parts of images and videos to one of them."""
+        """The tokens that stand for parts of images and videos to any of them."""
         opened = [*([] if self.critic is None else [self.critic]), *self.teachers]
         return frozenset(token_id for model in opened for token_id in model.media_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
-    """What a run is made from, as it is on the disk."""
+    """What a run is built from: data that was read, and models without their weights."""
 
     model: OpenedModel
-    """The policy's."""
+    """The policy."""
     companions: Companions
     rollout: RolloutConfig
-    """With the tokens banned that stand for parts of images to a companion."""
+    """Also bans the tokens that stand for parts of images to a companion."""
     examples: Loaded[Example]
     held_out: list[Example]
     stream: PromptStream
@@ -71,13 +71,13 @@ class _Inputs:
 
     @property
     def media_token_ids(self) -> frozenset[int]:
-        """Of every model."""
+        """The media tokens of every model."""
         return self.companions.media_token_ids.union(self.model.media_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """Of a run that is ready for its first step."""
+    """Everything a run holds when it is ready for its first step."""
 
     run: Run
     ranks: Ranks
@@ -88,7 +88,7 @@ class _Parts:
     token_account: TokenAccount
     held_out: list[Example]
     counts: Metrics
-    """Of the rows that were read."""
+    """Counts of the rows that were read."""
 
 
 def train(config: RLConfig, group: WorkerGroup) -> None:
@@ -136,7 +136,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
 
 
 def _open(config: RLConfig) -> _Inputs:
-    """Reads the data, and of models all but their weights."""
+    """Reads the data, and everything about the models but their weights."""
     model = open_model(config.model)
     model.context.require(*longest_sequence(config))
     require_tool_tags(config.rollout.environment, model.tokenizer)
@@ -168,7 +168,7 @@ def _open(config: RLConfig) -> _Inputs:
 
 @contextmanager
 def _built(config: RLConfig, ranks: Ranks, inputs: _Inputs) -> Iterator[_Parts]:
-    """Builds every engine, and continues the run that is there, if one is."""
+    """Builds every engine, and continues the run in the output folder if there is one."""
     model, examples, total_steps = inputs.model, inputs.examples, inputs.total_steps
     engines = build_engines(config, model, ranks.trainers, total_steps, inputs.companions)
     ranks.build_rollout(model.config, config.model_copy(update={"rollout": inputs.rollout}))
@@ -234,10 +234,10 @@ def _serving(pipeline: Pipeline, step: int, spans: Spans, *, samples: bool) -> I
 
 
 def _rollout_metrics(groups: Sequence[RolloutGroup], config: RLConfig, *, version: int, is_split: bool) -> Metrics:
-    """Of what a step trains on.
+    """Returns the metrics of what a step trains on.
 
     Args:
-        version: of the weights that the step begins with.
+        version: the version of the weights that the step begins with.
         is_split: ranks of their own sample it, maybe with earlier weights.
     """
     found = rollout_metrics(groups)
@@ -249,7 +249,7 @@ def _rollout_metrics(groups: Sequence[RolloutGroup], config: RLConfig, *, versio
 
 
 def open_companions(config: RLConfig, policy: OpenedModel) -> Companions:
-    """Raises as `open_companion`."""
+    """Opens the companions. Raises as `open_companion`."""
     keys, num_tokens = longest_sequence(config)
     open_other = partial(open_companion, main=policy, keys=keys, num_tokens=num_tokens)
     critic = None if config.critic is None else config.critic.model
@@ -260,7 +260,7 @@ def open_companions(config: RLConfig, policy: OpenedModel) -> Companions:
 
 
 def without_media(rollout: RolloutConfig, policy: OpenedModel, companions: Companions) -> RolloutConfig:
-    """The rollout, whose engine bans the media tokens of the policy anyway, with those of its companions banned too.
+    """Returns the rollout config with the companions' media tokens banned too; the engine bans the policy's itself.
 
     Raises:
         ConfigError: the engine may draw them.
@@ -283,7 +283,7 @@ def without_media(rollout: RolloutConfig, policy: OpenedModel, companions: Compa
 def _read_data(
     config: RLConfig, model: OpenedModel, media_token_ids: Collection[int]
 ) -> tuple[Loaded[Example], list[Example]]:
-    """The rows to train on, with their counts, and those to validate on."""
+    """Reads the rows to train on, with their counts, and those to validate on."""
     data, tools = config.data, tool_schemas(config.rollout.environment)
     vision = None if config.teachers else model.vision_in(config.rollout)
     read = partial(
@@ -301,7 +301,7 @@ def _read_data(
 
 
 def require_teachers(teachers: Sequence[SourceTeacherConfig], sources: Sequence[str]) -> None:
-    """Every training row has a teacher, and every teacher has rows.
+    """Checks that every training row has a teacher, and that every teacher has rows.
 
     Raises:
         ConfigError: names the sources that have none, or the teachers that have nothing to teach.
@@ -334,11 +334,11 @@ def build_engines(
     total_steps: int,
     companions: Companions,
 ) -> Engines:
-    """Every model that the algorithm needs.
+    """Builds an engine for every model that the algorithm needs.
 
     Args:
-        model: the policy's.
-        companions: those of the config.
+        model: the policy.
+        companions: the companions that the config names.
     """
     algorithm, temperature, seed = config.algorithm, config.rollout.temperature, config.trainer.seed
     num_waiting = 0 if config.critic is None else config.critic.critic_warmup_steps

@@ -35,11 +35,11 @@ class Stateful(Protocol):
     """A part of a recipe that keeps something from step to step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
+        """Returns the state, JSON-serializable."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the part that gave the state was."""
+        """Continues where the part that gave the state was."""
         ...
 
 
@@ -118,21 +118,21 @@ class Run:
 
     @property
     def first_step(self) -> int:
-        """The step that comes next."""
+        """The number of the next step."""
         return 1 if self._start is None else self._start.step + 1
 
     @property
     def last_logged_step(self) -> int | None:
-        """What logs of this folder are continued after; None where they begin anew."""
+        """The step after which this folder's logs are continued; None if they begin anew."""
         return self._start.step if self._start is not None and self._start.in_place else None
 
     @property
     def _log_lengths(self) -> Mapping[str, int]:
-        """What logs have at least, up to the step that the run goes on from."""
+        """Bytes that each log had when the checkpoint was saved; fewer now means that lines were lost."""
         return {} if self._start is None else self._start.log_lengths
 
     def sample_log(self) -> SampleLog:
-        """samples.jsonl beside the other logs, which is closed with them."""
+        """Opens samples.jsonl beside the other logs; it is closed with them."""
         log = SampleLog(
             self.output_dir, last_step=self.last_logged_step, lengths=self._log_lengths, keeps_lines=self._keeps_lines
         )
@@ -218,7 +218,7 @@ class Run:
         self._saver.finish()
 
     def should_validate(self, step: int) -> bool:
-        """After every `validate_every_steps`, and after the last step."""
+        """Whether validation is due: after every `validate_every_steps` steps, and after the last one."""
         return self._is_due(self._trainer.validate_every_steps, step)
 
     def report(
@@ -227,8 +227,8 @@ class Run:
         """Writes the metrics of a step everywhere, and how long it took.
 
         Args:
-            num_tokens: that were processed in it.
-            incidents: of it, what changed no number, such as restarts; goes with the times.
+            num_tokens: tokens processed in the step.
+            incidents: events of the step that changed no number, such as restarts; logged with the times.
         """
         seconds = time.perf_counter() - self._step_start
         metrics, busy = without_busy(metrics)
@@ -256,7 +256,7 @@ class Run:
         return step == self._total_steps or (every > 0 and step % every == 0)
 
     def _restore(self) -> None:
-        """Brings the parts to where the checkpoint was, and of the engines those whose states are lost."""
+        """Restores the parts from the checkpoint, and loads the weights of engines whose states are lost."""
         if self._start is None:
             return
         if self._start.parts is not None:
@@ -265,12 +265,12 @@ class Run:
         self._loader.load_weights_alone(self._start.checkpoint, self._start.lost_states)
 
     def _load_initial_weights(self) -> None:
-        """Of the engines that no checkpoint has brought any."""
+        """Loads the initial weights of engines that got none from a checkpoint."""
         for engine in self._engines.values():
             engine.load_initial_weights()
 
     def _warn_of_lost_checkpoints(self) -> None:
-        """A disk that is not mounted looks like a folder without checkpoints."""
+        """Warns where checkpoints may be lost: a disk that is not mounted looks like a folder without any."""
         metrics = self.output_dir / METRICS
         if self._start is None and self._trainer.resume == "auto" and metrics.exists() and metrics.stat().st_size:
             warn(
@@ -307,7 +307,7 @@ class Run:
             )
 
     def _left_by_others(self) -> list[Path]:
-        """What is in the folder and not of this run: all of it, or checkpoints after the one that it resumes from."""
+        """Returns what in the folder is not this run's: everything, or checkpoints after the one it resumes from."""
         last = self.last_logged_step
         if last is None:
             return [self.output_dir / name for name in (CHECKPOINTS, NONFINITE, "config.yaml")]

@@ -41,7 +41,7 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
 
 
 def validate(policy: RemoteEngine, parts: Iterable[Sequence[Sample]]) -> Metrics:
-    """The mean cross-entropy per trained token over all samples, in nats."""
+    """Returns the mean cross-entropy per trained token over all samples, in nats."""
     return merge_metrics(_cross_entropy(policy, samples) for samples in parts)
 
 

@@ -76,7 +76,7 @@ class VllmEngine:
         self._has_workers = has_workers
         self._adapter = adapter
         self._num_asked = 0
-        """Of vLLM so far, which numbers its requests."""
+        """How many requests vLLM was sent so far, which numbers them."""
         self._limits = replace(
             RequestLimits.of(skeleton.config),
             context_tokens=llm.model_config.max_model_len,
@@ -198,7 +198,7 @@ class VllmEngine:
     def logprobs(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> list[list[float]]:
-        """Of every token after the first, at temperature 1, in nats. Raises as `generate`."""
+        """Scores every token after the first, at temperature 1, in nats. Raises as `generate`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -267,8 +267,8 @@ class VllmEngine:
         self._readiness.arrived(missing)
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The names, shapes and dtypes that `load_weights` takes, as meta tensors: vLLM fuses weights and repacks them
-        for its kernels, so they cannot be given back."""
+        """Yields the names, shapes and dtypes that `load_weights` takes, as meta tensors: vLLM fuses weights and
+        repacks them for its kernels, so they cannot be given back."""
         return served_by(self._skeleton) if self._adapter is None else iter(self._adapter.forms.items())
 
     def served_checksums(self) -> Iterator[tuple[str, int | None]]:
@@ -277,7 +277,7 @@ class VllmEngine:
         return checksums(self.served_weights()) if self._adapter is None else self._adapter.checksums()
 
     def commit_weights(self, version: int) -> None:
-        """From here on completions carry `version`.
+        """Completes a weight sync: from here on completions carry `version`.
 
         Raises:
             RuntimeError: the weights are not whole.

@@ -26,7 +26,7 @@ _OF_ROPE = {"mrope_section": "[...]", "mrope_interleaved": "true"}
 
 
 def image_arguments(folder: Path, model: PreTrainedModel) -> dict[str, OwnArgument]:
-    """Of EngineArgs, for a model that sees images.
+    """Returns arguments for EngineArgs for a model that sees images.
 
     Args:
         model: that of the folder in transformers, also on the meta device.

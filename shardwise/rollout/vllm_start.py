@@ -36,7 +36,7 @@ def own_arguments(
     has_raw_logprobs: bool,
     needs_tokenizer: bool,
 ) -> dict[str, OwnArgument]:
-    """Of EngineArgs, but for adapters. Raises ConfigError: ranks would be left over.
+    """Returns our arguments for EngineArgs, but for adapters. Raises ConfigError: ranks would be left over.
 
     Args:
         max_rows: sequences decoded at a time.
@@ -68,8 +68,8 @@ def own_arguments(
 
 
 def window_arguments(folder: Path, config: PreTrainedConfig) -> dict[str, OwnArgument]:
-    """Of EngineArgs: vLLM 0.32 takes the window of Cohere's models to be the tokens before the one that looks, which
-    transformers counts too.
+    """Returns arguments for EngineArgs that give a model the windows it has in transformers. vLLM 0.32 does not count
+    the token itself in a window of Cohere's models; transformers does.
 
     Raises:
         ModelError: vLLM would leave windows out, which only sequences that are longer would show.
@@ -135,8 +135,9 @@ def open_llm(own: Mapping[str, OwnArgument], args: dict[str, Any], skeleton: Pre
 
 @contextmanager
 def transformers_kept(skeleton: PreTrainedModel) -> Iterator[Callable[[torch.nn.Module], None]]:
-    """Inside it vLLM may change classes of transformers, as it does where it has no code of its own for a model: then
-    they compile themselves. The trainer's in this process are the same, and would compute through vLLM, or not at all.
+    """Undoes at its end what vLLM does to classes of transformers: where it has no code of its own for a model, it
+    makes them compile themselves. The trainer in this process uses the same classes, and would compute through vLLM,
+    or not at all.
 
     Yields what gives a model of vLLM's classes of its own, which are as it has changed them.
     """

@@ -28,7 +28,7 @@ _IN_MEMORY = Path("/dev/shm")
 """Where vLLM is given adapters, and where its workers on a CPU share memory."""
 
 _SINKS = {"sinks", "attention_sink_bias"}
-"""What vLLM calls a head's own term beside the scores of tokens."""
+"""vLLM's names for attention sinks."""
 
 
 class WeightLoader:
@@ -85,8 +85,8 @@ def itself(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def in_names_of(skeleton: torch.nn.Module, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules of vLLM's model by their names in the transformers class, as far as it has them: in models that see
-    images the two begin otherwise."""
+    """Yields the modules of vLLM's model by their names in the transformers class, if it has them: in models that see
+    images the two begin with other prefixes."""
     known = {name for name, _ in skeleton.named_modules()}
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     begins = {} if mapper is None else {new: old for old, new in reversed(mapper.orig_to_new_prefix.items()) if new}
@@ -98,7 +98,7 @@ def in_names_of(skeleton: torch.nn.Module, model: torch.nn.Module) -> Iterator[t
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """vLLM 0.32 packs fused experts for the CPU as it builds their kernel, and would take later ones as they come."""
+    """Makes vLLM pack fused experts again: 0.32 packs them for the CPU once, when it builds their kernel."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.platforms import current_platform
 
@@ -108,7 +108,7 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def _name_loaders(model: torch.nn.Module) -> None:
-    """vLLM 0.32 asks all loaders for their names as a reload begins, and those that are partial functions have none."""
+    """Names the loaders that are partial functions: vLLM 0.32 asks all loaders for their names as a reload begins."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module in model.modules():
@@ -125,8 +125,8 @@ def as_vllm_reads(model_type: str, weights: Iterable[tuple[str, Tensor]]) -> Ite
 
 
 def _make_sinks_real(model: torch.nn.Module) -> None:
-    """vLLM 0.32 copies them into their parameters without the loader that a reload waits for. The parameters would be
-    on the meta device then, and the engine would go on with what it had."""
+    """Gives attention sinks memory before a reload. vLLM 0.32 copies them into their parameters without the loader
+    that a reload waits for: into meta tensors, so the engine would keep the sinks it had."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, materialize_layer
 
     for module in model.modules():
@@ -137,8 +137,8 @@ def _make_sinks_real(model: torch.nn.Module) -> None:
 
 
 def _experts_by_layer(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Passes all on but the experts of GPT-OSS, which are copied likewise: loads those of a layer when they are all
-    there."""
+    """Passes on all tensors but the experts of GPT-OSS, which vLLM copies like sinks: loads a layer's experts itself
+    once they are all there."""
     from vllm.model_executor.model_loader.reload.layerwise import (
         _layerwise_process,
         get_layerwise_info,
@@ -162,7 +162,7 @@ def _experts_by_layer(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """A tied head is not loaded itself, so vLLM 0.32 leaves it with the copy it packed for the CPU at the start."""
+    """Packs tied heads again: they are not loaded themselves, so vLLM 0.32 keeps the copy it packed at the start."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -186,7 +186,7 @@ class VllmAdapter:
         """
         state = skeleton.state_dict()
         self.forms = {name: state[path] for name, path in in_file.items()}
-        """By their names in an adapter file, on the meta device."""
+        """The adapter's tensors by their names in an adapter file, on the meta device."""
         self.request: LoRARequest | None = None
         self._engine, self._llm = llm.llm_engine, llm
         self._config = _lora_config(skeleton)
@@ -247,14 +247,14 @@ class VllmAdapter:
 
     @property
     def _scale(self) -> float:
-        """Which vLLM multiplies B by when it loads an adapter."""
+        """The factor that vLLM multiplies B by when it loads an adapter."""
         rank = self._config.r
         return float(self._config.lora_alpha / (rank**0.5 if self._config.use_rslora else rank))
 
 
 def _served(model: Any) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """((path of a module in vLLM's model as if it were not fused, "A" or "B"), what its layer computes with), in host
-    memory."""
+    """Yields ((path of a module in vLLM's model as if it were not fused, "A" or "B"), what its layer computes with), in
+    host memory."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
     for path, layer in model.named_modules():
@@ -274,7 +274,7 @@ def _served(model: Any) -> Iterator[tuple[tuple[str, str], Tensor]]:
 
 
 def lora_arguments(skeleton: PreTrainedModel) -> dict[str, Any]:
-    """Of EngineArgs, for the one adapter that was put into the model."""
+    """Returns arguments for EngineArgs for the one adapter that was put into the model."""
     from vllm.config.lora import MaxLoRARanks
 
     config = _lora_config(skeleton)
@@ -289,11 +289,11 @@ def lora_arguments(skeleton: PreTrainedModel) -> dict[str, Any]:
 
 
 def _lora_config(skeleton: PreTrainedModel) -> Any:
-    """peft's, of the one adapter that was put into the model."""
+    """Returns peft's config of the one adapter that was put into the model."""
     (config,) = skeleton.peft_config.values()
     return config
 
 
 def said(error: BaseException) -> str:
-    """In one line."""
+    """Returns what an exception says, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -59,7 +59,7 @@ class Pipeline:
         # What follows is read and written under the condition.
         self._ready: deque[Rollout] = deque()
         self._num_restored = 0
-        """How many of them are from a checkpoint, where another bound may have held."""
+        """How many of the ready rollouts come from a checkpoint, for which another bound may have held."""
         self._version = 0
         self._next_step: int | None = None
         """What the thread begins next; None where nothing is left, or no thread."""
@@ -84,7 +84,7 @@ class Pipeline:
             threading.Thread(target=self._sample_ahead, name="rollouts", daemon=True).start()
 
     def take(self, step: int) -> Rollout:
-        """What a step trains on. Steps are taken in order.
+        """Returns the rollouts that a step trains on. Steps are taken in order.
 
         Consumes: rollouts that are ready. Waits for: those of `step`. Unblocked by: the thread that samples them, whose
         failure is raised here.
@@ -112,7 +112,7 @@ class Pipeline:
 
     @contextmanager
     def serving(self, version: int, *, samples: bool) -> Iterator[None]:
-        """Inside nothing is sampled ahead; the body makes the engines serve `version`.
+        """Inside this context nothing is sampled ahead; the body makes the engines serve `version`.
 
         Args:
             samples: the body samples too, and waits until rollouts that have begun are whole.
@@ -129,7 +129,7 @@ class Pipeline:
             return self._idle.take()
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides on the rollouts to come, JSON-serialisable.
+        """Returns what determines the rollouts to come, JSON-serializable.
 
         Waits for: rollouts that have begun, or may begin, as the class says. Unblocked by: the thread that samples
         them. None begin until the next step is taken, for the run may stop here.
@@ -139,8 +139,8 @@ class Pipeline:
         return {"prompts": self._stream.state_dict(), "ready": ready, "rows_xxh3": self._rows_xxh3}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the pipeline that gave the state was, in turn or ahead. Where rows may differ, rollouts of rows
-        that are gone are sampled anew, and with them those that were sampled with them."""
+        """Continues where the pipeline that gave the state was, in turn or ahead. Where rows may differ, rollouts of
+        rows that are gone are sampled anew, and with them those that were sampled with them."""
         are_others = state.get("rows_xxh3", self._rows_xxh3) != self._rows_xxh3  # early checkpoints do not say it
         self._stream.load_state_dict(state["prompts"], are_others=are_others and self._stream.rows_may_differ)
         ready, examples = state["ready"], self._sampler.examples
@@ -156,7 +156,7 @@ class Pipeline:
 
     @cached_property
     def _rows_xxh3(self) -> str:
-        """Of names and prompts of all rows, in their order."""
+        """Returns a hash of the names and prompts of all rows, in order."""
         digest = xxhash.xxh3_64()
         for example in self._sampler.examples:
             digest.update(f"{example.uid}\0{example.prompt}\0".encode(errors="replace"))
@@ -164,7 +164,7 @@ class Pipeline:
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Nothing begins in its body."""
+        """Inside this context no rollouts begin."""
         self._come_to_rest()
         try:
             yield
@@ -194,7 +194,7 @@ class Pipeline:
         self._next_step = step if step <= self._total_steps else None
 
     def _sample_ahead(self) -> None:
-        """The thread."""
+        """Samples ahead; the body of the thread."""
         try:
             while (step := self._begin()) is not None:
                 rollout = self._sampler.collect(step)
@@ -221,7 +221,7 @@ class Pipeline:
             return step
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        """Raises what ended the thread, unless what is waited for is there."""
+        """Waits for a condition. Raises what ended the thread, unless the condition holds."""
         self._changed.wait_for(lambda: condition() or self._failure is not None)
         if self._failure is not None and not condition():
             raise self._failure
@@ -242,7 +242,7 @@ class _StopWatch:
         self._started = None
 
     def take(self) -> float:
-        """Of what runs now, the seconds so far. Counts from zero again."""
+        """Returns the seconds so far, those of the running span included, and counts from zero again."""
         self._add()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
