@@ -25,7 +25,7 @@ from shardwise.families import PROVEN, backbone, language_model_class
 from shardwise.model_config import media_token_ids
 from shardwise.ops import plain_name
 from shardwise.rollout import EmbeddedEngine
-from shardwise.types import GenerateRequest, Sample
+from shardwise.types import Completion, GenerateRequest, Sample
 
 CPU = torch.device("cpu")
 LENGTHS = (9, 5, 13, 5)
@@ -52,6 +52,14 @@ def eager_logprobs(model, tokens: Tensor) -> Tensor:
     """[L - 1]: of every token but the first, its sequence alone."""
     logprobs = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(dim=-1)
     return logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
+
+
+def require_logprobs_of(model, request: GenerateRequest, completion: Completion, *, atol: float) -> None:
+    """A completion's logprobs are those that transformers gives its tokens, read from the prompt's beginning."""
+    prompt = torch.tensor(request.prompt_ids + request.partial_token_ids)
+    whole = torch.cat([prompt, torch.tensor(completion.token_ids)])
+    expected = eager_logprobs(model, whole)[len(prompt) - 1 :]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=atol, rtol=0)
 
 
 def packed(tokens: list[Tensor], num_shards: int = 1):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from family_checks import CPU, eager_logprobs, sequences
+from family_checks import CPU, eager_logprobs, require_logprobs_of, sequences
 from family_table import FAMILIES, save_model
 from torch import nn
 
@@ -19,6 +19,8 @@ KINDS = ["qwen3_5_text", "falcon_h1", "nemotron_h", "lfm2"]
 """Linear attention in every second layer, a state space beside attention in each, one whose time steps have a least
 size and layers that only feed forward, short convolutions."""
 MAX_TOKENS = 7
+ATOL = 5e-5
+"""A state that grows token by token rounds otherwise than one of whole chunks."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -40,14 +42,6 @@ def requests(num_completions=3, lengths=(9, 5, 1, 5)):
     ]
 
 
-def require_logprobs_of(model, request, completion):
-    """A state that grows token by token rounds otherwise than one of whole chunks."""
-    prompt = torch.tensor(request.prompt_ids + request.partial_token_ids)
-    whole = torch.cat([prompt, torch.tensor(completion.token_ids)])
-    expected = eager_logprobs(model, whole)[len(prompt) - 1 :]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=5e-5, rtol=0)
-
-
 def test_completions_of_a_group_go_on_from_the_state_of_its_prompt(saved):
     """Twelve completions of ragged prompts in four rows: prompts wait, rows end and move."""
     folder, model = saved
@@ -56,7 +50,7 @@ def test_completions_of_a_group_go_on_from_the_state_of_its_prompt(saved):
     assert len({tuple(completion.token_ids) for group in found for completion in group}) > 9
     for request, group in zip(asked, found, strict=True):
         for completion in group:
-            require_logprobs_of(model, request, completion)
+            require_logprobs_of(model, request, completion, atol=ATOL)
 
 
 @pytest.mark.parametrize("limits", [(0.0, 0.1), (0.05, 0.5)])
@@ -65,7 +59,7 @@ def test_time_steps_of_a_further_token_are_bounded_as_those_of_a_prompt(tmp_path
     model = save_model(family, FAMILIES[family] | {"time_step_limit": limits}, tmp_path)
     asked = requests(num_completions=1)
     for request, (completion,) in zip(asked, open_engine(tmp_path).generate(asked), strict=True):
-        require_logprobs_of(model, request, completion)
+        require_logprobs_of(model, request, completion, atol=ATOL)
 
 
 def test_draws_do_not_depend_on_what_is_decoded_beside_them(saved):
@@ -83,7 +77,7 @@ def test_a_completion_that_was_interrupted_goes_on_from_what_it_has(saved):
     begun = replace(request, partial_token_ids=whole.token_ids[:3], max_tokens=MAX_TOKENS - 3)
     (rest,) = engine.generate([begun])[0]
     assert begun.partial_token_ids + rest.token_ids == whole.token_ids
-    require_logprobs_of(model, begun, rest)
+    require_logprobs_of(model, begun, rest, atol=ATOL)
 
 
 def test_logprobs_of_given_sequences(saved):
@@ -113,7 +107,7 @@ def test_new_weights_of_a_mixer_are_what_is_computed_with(saved):
         model.tie_weights()
         after = engine.generate(asked)
         for request, (completion,) in zip(asked, after, strict=True):
-            require_logprobs_of(model, request, completion)
+            require_logprobs_of(model, request, completion, atol=ATOL)
         model.load_state_dict(original)
     assert [group[0].logprobs for group in after] != [group[0].logprobs for group in before]
 
@@ -158,7 +152,7 @@ def test_a_sequence_in_which_llama_4_would_scale_queries_by_their_place_is_refus
     asked = requests()
     for request, group in zip(asked, open_engine(tmp_path).generate(asked), strict=True):
         for completion in group:
-            require_logprobs_of(model, request, completion)
+            require_logprobs_of(model, request, completion, atol=ATOL)
     with pytest.raises(ModelError, match=r"are 17 tokens, more than the 16 up to which attn_temperature_tuning"):
         open_engine(tmp_path).generate(requests(lengths=(10,)))
 
