@@ -4,15 +4,18 @@ Sender and receiver are processes of one thread each. In every round these run o
 tensors in the sender; a sync over shared memory; a bare gloo broadcast of as many bytes in equal buckets, two at a
 time; a sync over a process group. A sync hashes every tensor on both sides, loads it into the receiver's own tensors,
 hashes those again, compares receipts and commits. Beside them: a sync inside one process, between two real engines,
-with and without checksums, whose cost is the time that it is shorter without.
+with and without checksums, whose cost is the time that it is shorter without. And on 2 and 4 ranks of FSDP: gathering
+what each rank of an engine that is cut as many times needs, against gathering all on each.
 """
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,10 +29,12 @@ from benchmarks.harness import paired_ratios, report
 from benchmarks.loading import MODELS, build_folder
 from shardwise.checksum import checksum, checksums
 from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.controller.launch import STORE_VARIABLE
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.engine import TrainEngine
 from shardwise.memfd import SharedTensors
 from shardwise.ops import is_finite
+from shardwise.region import Region
 from shardwise.rollout import EmbeddedEngine
 from shardwise.transfer import (
     Assembly,
@@ -194,21 +199,30 @@ def run_end(store_path: str, rank: int, rounds: int, pipe: Any) -> None:
         pipe.send((ends.num_bytes, {name: values[1:] for name, values in seconds.items()}, moved))
 
 
+def run_processes(target: Callable[..., None], argument_lists: Sequence[Sequence[Any]]) -> Any:
+    """Calls `target` in a process for each list of arguments, with the end of a pipe as the last one. Returns what came
+    through the pipe."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    processes = [context.Process(target=target, args=(*arguments, theirs)) for arguments in argument_lists]
+    for process in processes:
+        process.start()
+    while not ours.poll(1):
+        if any(process.exitcode for process in processes):
+            raise RuntimeError(f"a process ended with {[process.exitcode for process in processes]}")
+    result = ours.recv()
+    for process in processes:
+        process.join()
+    return result
+
+
 def measure_media(rounds: int) -> tuple[int, dict[str, list[float]], dict[str, float]]:
     """Bytes of the weights; seconds of every round, by step; share of the bytes that travelled, by share changed."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
-        ours, theirs = context.Pipe()
         store = str(Path(scratch) / "store")
-        processes = [context.Process(target=run_end, args=(store, rank, rounds, theirs)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        while not ours.poll(1):
-            if any(process.exitcode for process in processes):
-                raise RuntimeError(f"a process ended with {[process.exitcode for process in processes]}")
-        result: tuple[int, dict[str, list[float]], dict[str, float]] = ours.recv()
-        for process in processes:
-            process.join()
+        result: tuple[int, dict[str, list[float]], dict[str, float]] = run_processes(
+            run_end, [(store, rank, rounds) for rank in range(2)]
+        )
         return result
 
 
@@ -243,6 +257,50 @@ def measure_local(rounds: int) -> dict[str, list[float]]:
     return {name: values[1:] for name, values in seconds.items()}
 
 
+def needed_of(name: str, shape: torch.Size, rank: int, num_ranks: int) -> Region:
+    """What a rank of a tensor-parallel engine computes with: a share of the columns of output projections, of the rows
+    of other matrices, and all of a norm."""
+    if len(shape) < 2:
+        return Region.whole(shape)
+    cut = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+    shares = [(rank * size // num_ranks, (rank + 1) * size // num_ranks) for size in shape]
+    return Region.box(share if dim == cut else (0, shape[dim]) for dim, share in enumerate(shares))
+
+
+def run_rank(store_path: str, folder: str, rank: int, num_ranks: int, rounds: int, pipe: Any) -> None:
+    """One rank. The first sends the seconds of every round of both ways."""
+    torch.set_num_threads(1)
+    os.environ[STORE_VARIABLE] = store_path
+    seconds: dict[str, list[float]] = {"whole": [], "needed": []}
+    with process_group(Rank(rank, num_ranks, rank), device_type="cpu", timeout_seconds=600):
+        config, device = EngineConfig(param_dtype="bfloat16"), torch.device("cpu")
+        engine = TrainEngine.build(Path(folder), config, device=device, optimizer=OptimizerConfig())
+        needed = {name: needed_of(name, t.shape, rank, num_ranks) for name, t in engine.named_weights(DTYPE)}
+        for _ in range(rounds + 1):
+            for way, stream in (
+                ("whole", lambda: engine.named_weights(DTYPE)),
+                ("needed", lambda: engine.needed_weights(DTYPE, needed)),
+            ):
+                dist.barrier()
+                started = time.monotonic()
+                deque(stream(), maxlen=0)
+                dist.barrier()
+                seconds[way].append(time.monotonic() - started)
+    if rank == 0:
+        pipe.send({way: values[1:] for way, values in seconds.items()})
+
+
+def measure_needed(num_ranks: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of gathering all weights on every rank, and what each needs, round by round."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, store = Path(scratch) / "model", str(Path(scratch) / "store")
+        build_folder(MODELS["dense"], folder)
+        found: dict[str, list[float]] = run_processes(
+            run_rank, [(store, str(folder), rank, num_ranks, rounds) for rank in range(num_ranks)]
+        )
+        return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=9)
@@ -250,6 +308,7 @@ def main() -> None:
     args = parser.parse_args()
     num_bytes, seconds, moved = measure_media(args.rounds)
     local = measure_local(args.rounds)
+    gathering = {num_ranks: measure_needed(num_ranks, args.rounds) for num_ranks in (2, 4)}
     rates = {name: [num_bytes / each for each in values] for name, values in seconds.items()}
     spreads = {
         "shared_memory/memcpy": paired_ratios(rates["shared_memory"], rates["memcpy"]),
@@ -277,6 +336,10 @@ def main() -> None:
             "delta_bytes_by_share_changed": {share: round(part, 4) for share, part in moved.items()},
             "in_process_seconds": round(statistics.median(local["in_process"]), 3),
             "checksum_share_of_in_process": hashing,
+            "needed_seconds_of_whole": {
+                f"{num_ranks} ranks": paired_ratios(found["needed"], found["whole"])
+                for num_ranks, found in gathering.items()
+            },
         },
         write=not args.no_write,
     )

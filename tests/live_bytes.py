@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.weights import full_weights
+from shardwise.engine.weights import stream_weights
 
 PATIENCE_SECONDS = 0.2
 
@@ -56,7 +56,7 @@ class ModelSender:
         self._model = model
 
     def named_weights(self, dtype):
-        return full_weights(self._model, dtype)
+        return stream_weights(self._model, dtype)
 
 
 def unit_bytes(model):

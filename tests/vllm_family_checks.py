@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from family_checks import MAX_TOKENS, accumulate, build, outputs, packed, sequences
 from family_table import COMMON, FAMILIES, random_model
@@ -25,6 +27,7 @@ from shardwise.data.packing import unpack
 from shardwise.engine import TrainEngine
 from shardwise.engine.adapters import attach_adapter
 from shardwise.families import PROVEN
+from shardwise.recipes.rank.worker import NeededSender
 from shardwise.recipes.sync import KnownPrompt, compare_logprobs
 from shardwise.rollout import VllmEngine
 from shardwise.transfer import WeightSyncError, sync_local
@@ -217,11 +220,12 @@ class Served:
         )
 
 
-def open_engine(folder: str, lora: LoraConfig | None = None) -> VllmEngine:
+def open_engine(folder: str, lora: LoraConfig | None = None, *, num_ranks: int = 1) -> VllmEngine:
     model_type = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["model_type"]
+    cut = {"tensor_parallel_size": num_ranks} if num_ranks > 1 else {}
     return VllmEngine.from_folder(
         Path(folder),
-        VllmRollout(args=ARGS | (BLIND if model_type in WITHOUT_PROCESSOR else {})),
+        VllmRollout(args=ARGS | cut | (BLIND if model_type in WITHOUT_PROCESSOR else {})),
         dtype=torch.float32,
         max_rows=4,
         device=CPU,
@@ -268,6 +272,28 @@ def served(folders: dict[str, str]) -> list[Served]:
     found = []
     for version in (1, 2):
         receipt = sync_local(engine, rollout, version=version, dtype=torch.float32)
+        found.append(compared(rollout, engine, without, receipt.num_tensors))
+        without = [own for _, own in found[-1].scores]
+        accumulate(engine)
+        engine.optim_step()
+    rollout.close()
+    return found
+
+
+def served_in_parts(folders: dict[str, str]) -> list[Served]:
+    """Like `served`, by ranks that each have a part of the model, and are sent what they need of it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}"}
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(size)))  # on one NUMA node it has to be told
+    engine = build(Path(folders["model"]))
+    rollout = open_engine(folders["hub"], num_ranks=size)
+    without = given_logprobs(build(Path(folders["other"])))
+    found = []
+    for version in (1, 2):
+        sender = NeededSender(engine, rollout.needed_regions())
+        receipt = sync_local(sender, rollout, version=version, dtype=torch.float32)
+        share = receipt.num_bytes / (4 * engine.num_parameters)
+        print(f"rank {dist.get_rank()} was sent {share:.3f}", flush=True)
         found.append(compared(rollout, engine, without, receipt.num_tensors))
         without = [own for _, own in found[-1].scores]
         accumulate(engine)

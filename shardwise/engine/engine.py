@@ -1,7 +1,7 @@
 """One model, sharded with fully_shard, and its optimizer. Knows nothing of algorithms, rollouts or controllers."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from shardwise.engine.heads import HeadName, LogprobHead, Wanted
 from shardwise.engine.initial_weights import InitialWeights
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
+from shardwise.engine.needed_regions import NeededRegions
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import has_adapters
@@ -37,11 +38,12 @@ from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.vision import divide_images
-from shardwise.engine.weights import full_weights, num_parameters, num_trained_parameters
+from shardwise.engine.weights import num_parameters, num_trained_parameters, stream_weights
 from shardwise.families import ROW_BYTES, UnreadableRouter, unaligned_expert, with_release
 from shardwise.fault_plan import fault_point
 from shardwise.model_config import end_of_sequence_ids
 from shardwise.ops import HostCopies, ModuleTrace, nonfinite_names, plain_name, traced
+from shardwise.region import Region
 from shardwise.types import Denominators, ImageRef, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:
@@ -61,10 +63,10 @@ class TrainEngine:
     """A sharded transformers model. Without an optimizer it is a frozen engine (a reference or a reward model).
 
     Collective are `build`, `load_initial_weights`, `forward`, `teacher_outputs`, `forward_backward`, `optim_step`,
-    `diagnose`, `named_weights`, `adapter_weights`, `export_adapter`, `export_hf`, `stage_export` and `stage_adapter`:
-    all ranks of the mesh call them with the same number of micro-batches. Local, waiting for no other rank, are
-    `own_images`, `trace`, `check_teacher`, `skip_step`, `end_completions_at`, `nonfinite_tensors`, `offload` and
-    `onload`.
+    `diagnose`, `named_weights`, `needed_weights`, `adapter_weights`, `export_adapter`, `export_hf`, `stage_export` and
+    `stage_adapter`: all ranks of the mesh call them with the same number of micro-batches. Local, waiting for no other
+    rank, are `own_images`, `trace`, `check_teacher`, `skip_step`, `end_completions_at`, `nonfinite_tensors`, `offload`
+    and `onload`.
 
     Ranks that share sequences (engine.ulysses_size) are given the same batches, with all their images or each with its
     `own_images`, and return the same results.
@@ -111,6 +113,7 @@ class TrainEngine:
         self._export_buffers = StagingBuffers(self._copies)
         self._export_plan: ExportPlan | None = None
         self._state = None if optimizer is None else EngineState(sharded.model, optimizer, self._copies, initial)
+        self._needed = NeededRegions()
         self.num_bytes_read = 0
         """Bytes of weights that this rank read from the model folder."""
         self.num_parameters = num_parameters(self._model)
@@ -406,7 +409,13 @@ class TrainEngine:
         """Yields (Hugging Face name, full tensor) on every rank, one tensor at a time, in the same order everywhere;
         adapters are merged."""
         self._require_weights()
-        return full_weights(self._model.hf_model, dtype)
+        return stream_weights(self._model.hf_model, dtype)
+
+    def needed_weights(self, dtype: torch.dtype, needed: Mapping[str, Region]) -> Iterator[tuple[str, Tensor]]:
+        """Like `named_weights`, but yields of each tensor that `needed` names what this rank needs of it, and nothing
+        else is sent to the rank."""
+        self._require_weights()
+        return stream_weights(self._model.hf_model, dtype, self._needed.by_rank(needed))
 
     def adapter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Like `named_weights`, for everything that an adapter file holds, under peft's names."""

@@ -67,7 +67,8 @@ class WeightSync:
             "sync/share_of_limit": receipts[0]["num_bytes_moved"] * self._seconds_per_byte / seconds,
             "sync/share_of_proof": max(receipt["seconds_of_proof"] for receipt in receipts) / seconds,
         }
-        require_same_receipts(version, dict(zip(self._ranks.rollouts.ranks, receipts, strict=True)))
+        by_rank = dict(zip(self._ranks.rollouts.ranks, receipts, strict=True))
+        require_same_receipts(version, by_rank, num_parts=self._ranks.ranks_per_engine)
         return {"sync/bytes": MetricValue.sum(receipts[0]["num_bytes_moved"])}
 
     def probe(self, version: int) -> Metrics:
@@ -144,15 +145,21 @@ def known_prompts(examples: Sequence[Example], image_token_id: int | None = None
     return known
 
 
-def require_same_receipts(version: int, receipts: Mapping[int, dict[str, Any]]) -> None:
-    """Raises WeightSyncError unless all ranks hold the same weights of this version; `receipts` by rank."""
-    first, expected = next(iter(receipts.items()))
+def require_same_receipts(version: int, receipts: Mapping[int, dict[str, Any]], *, num_parts: int = 1) -> None:
+    """Raises WeightSyncError unless all ranks that hold the same part of the weights hold the same.
+
+    Args:
+        receipts: by rank.
+        num_parts: neighboring ranks that hold parts of the weights.
+    """
+    firsts: dict[int, tuple[int, dict[str, Any]]] = {}
     for rank, receipt in receipts.items():
+        first, expected = firsts.setdefault(rank % num_parts, (rank, receipt))
         for key in ("version", "num_tensors", "num_bytes", "digest"):
             if receipt[key] != expected[key]:
                 raise WeightSyncError(
                     f"weight sync {version}: rank {rank} has {key}={receipt[key]}, rank {first} has {expected[key]}; "
-                    "every rank should hold the same weights"
+                    "both should hold the same weights"
                 )
 
 

@@ -20,6 +20,7 @@ from shardwise.config import ConfigError, TrainingError, VllmRollout
 from shardwise.families import EXPERTS, takes_images
 from shardwise.model_config import media_token_ids
 from shardwise.ops import ModuleTrace, traced
+from shardwise.region import Region
 from shardwise.rollout.own_arguments import OwnArgument
 from shardwise.rollout.readiness import Readiness
 from shardwise.rollout.request_limits import RequestLimits
@@ -31,6 +32,7 @@ from shardwise.rollout.vision import requests_to_score
 from shardwise.rollout.vllm_prompts import engine_input, image_arguments
 from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said, window_arguments
 from shardwise.rollout.vllm_weights import VllmAdapter, as_vllm_reads, in_names_of, itself, lora_arguments
+from shardwise.rollout.weight_reads import WeightReads
 from shardwise.types import Completion, FinishReason, GenerateRequest, Images
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class VllmEngine:
         sleep_level: Literal[0, 1, 2] = 0,
         has_raw_logprobs: bool,
         has_workers: bool = False,
+        is_part: bool = False,
         adapter: VllmAdapter | None = None,
     ) -> None:
         """
@@ -66,6 +69,7 @@ class VllmEngine:
             has_raw_logprobs: vLLM gives logprobs at temperature 1, before any token is left out; else those of the
                 distribution that it draws from.
             has_workers: vLLM computes in processes that it has started.
+            is_part: this rank has a part of the model, and its neighbors have the others.
             adapter: all that syncs bring; None: the whole model.
         """
         self._llm = llm
@@ -74,6 +78,8 @@ class VllmEngine:
         self._bias = dict.fromkeys(bad_token_ids, float("-inf")) or None
         self._has_raw_logprobs = has_raw_logprobs
         self._has_workers = has_workers
+        self._is_part = is_part
+        self._needed: dict[str, Region] = {}
         self._adapter = adapter
         self._num_asked = 0
         """How many requests vLLM was sent so far, which numbers them."""
@@ -158,6 +164,7 @@ class VllmEngine:
             sleep_level=config.sleep_level,
             has_raw_logprobs=has_raw_logprobs,
             has_workers=config.has_workers,
+            is_part=config.ranks_per_engine > 1,
             adapter=VllmAdapter(llm, skeleton, in_file, is_readable=is_whole) if in_file else None,
         )
 
@@ -252,13 +259,12 @@ class VllmEngine:
             tensors = {name: tensor.cpu() for name, tensor in arriving}
             if not missing:
                 self._adapter.serve(tensors)
+        elif self._needed:
+            forms = dict(served_by(self._skeleton))
+            reads = (WeightReads(name, forms[name].shape, tensor, self._needed[name]) for name, tensor in arriving)
+            self._load((one.name, one.traced()) for one in reads)
         else:
-            renamed: Iterable[tuple[str, Tensor]] = as_vllm_reads(
-                self._skeleton.config.model_type, in_hub_names(self._skeleton, arriving)
-            )
-            if self._has_workers:  # other processes, which are sent copies
-                renamed = list(renamed)
-            self._llm.collective_rpc("load_checkpoint_weights", args=(renamed,))
+            self._load(arriving)
         if len(missing) == len(served):
             return  # nothing came, nothing has changed
         if not self._llm.reset_prefix_cache():
@@ -269,7 +275,31 @@ class VllmEngine:
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the names, shapes and dtypes that `load_weights` takes, as meta tensors: vLLM fuses weights and
         repacks them for its kernels, so they cannot be given back."""
-        return served_by(self._skeleton) if self._adapter is None else iter(self._adapter.forms.items())
+        if self._adapter is not None:
+            return iter(self._adapter.forms.items())
+        whole = served_by(self._skeleton)
+        return ((name, self._needed[name].of(form)) for name, form in whole) if self._needed else whole
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this rank computes with parts of the weights, which `needed_regions` tells."""
+        return self._is_part and self._adapter is None
+
+    def needed_regions(self) -> Mapping[str, Region]:
+        """Returns what this rank computes with of each weight. Afterwards `load_weights` takes that alone.
+
+        vLLM's loaders know it. They are given zeros on the first call, which note what is read of them, so that a sync
+        has to follow.
+        """
+        if not self._needed:
+            (model,) = self._llm.apply_model(itself)
+            zero = torch.zeros((), device=next(model.parameters()).device)
+            forms = dict(served_by(self._skeleton))
+            zeros = {name: zero.to(form.dtype).expand(form.shape) for name, form in forms.items()}
+            reads = [WeightReads(name, value.shape, value) for name, value in zeros.items()]
+            self._load(self._readiness.arriving(((one.name, one.traced()) for one in reads), forms))
+            self._needed = {one.name: one.region for one in reads}
+        return self._needed
 
     def served_checksums(self) -> Iterator[tuple[str, int | None]]:
         """Of an adapter; None of a whole model: see `served_weights`. Raises TrainingError: vLLM computes with other
@@ -305,6 +335,14 @@ class VllmEngine:
     def lacks_weights(self) -> bool:
         """See RolloutEngine.lacks_weights."""
         return self._readiness.lacks_weights
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        renamed: Iterable[tuple[str, Tensor]] = as_vllm_reads(
+            self._skeleton.config.model_type, in_hub_names(self._skeleton, weights)
+        )
+        if self._has_workers:  # other processes, which are sent copies
+            renamed = list(renamed)
+        self._llm.collective_rpc("load_checkpoint_weights", args=(renamed,))
 
     def _sampling(self, request: GenerateRequest, index: int) -> "SamplingParams":
         from vllm import SamplingParams

@@ -17,7 +17,7 @@ from shardwise.data.packing import pack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
 from shardwise.engine.gathering import gathered
-from shardwise.engine.weights import full_weights
+from shardwise.engine.weights import stream_weights
 from shardwise.ops import plain_name
 from shardwise.recipes.losses import sft_loss
 
@@ -42,7 +42,7 @@ def train(engine, *, ulysses_size=1, num_steps=2):
         norm = engine.optim_step()["train/grad_norm"].result()
         steps.append((loss.item() / ulysses_size, norm, gradients))
     model = engine._model.hf_model
-    return steps, dict(full_weights(model, torch.float32)), dict(hub_weights(model, torch.float32))
+    return steps, dict(stream_weights(model, torch.float32)), dict(hub_weights(model, torch.float32))
 
 
 def build(folder, keys, optimizer="adamw"):

@@ -156,7 +156,8 @@ def test_ranks_that_are_one_engine_together_sample_what_one_rank_does(
         assert two["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
         assert two["rollout/logprob_abs_diff_max"] < 2e-5
         assert two.get("sync/probe_max_difference", 0.0) < 2e-5
-        assert two["sync/bytes"] == one["sync/bytes"]
+        share = two["sync/bytes"] / one["sync/bytes"]
+        assert share == 1 if adapters else 0.5 < share < 0.6, "of a whole model a rank is sent what it computes with"
 
 
 def test_adapters_that_are_synced_alone_and_interrupted_completions_train_as_the_probe_says(

@@ -23,7 +23,7 @@ from shardwise.config import EngineConfig, LoraConfig, ModelError, OptimizerConf
 from shardwise.engine import TrainEngine
 from shardwise.engine.adapters import adapter_weights, export_adapter, load_adapter
 from shardwise.engine.lora import adapter_names, base_names, trained_copies
-from shardwise.engine.weights import full_weights
+from shardwise.engine.weights import stream_weights
 
 CASES = [
     ("qwen3", "lora", True),
@@ -76,8 +76,8 @@ def trained_run(folder, lora, adapter_folder, exported, fsdp_size, checkpointed)
                     parameter -= 0.02 * parameter.grad
                     parameter.grad = None
     export_adapter(model, exported, "the/base")
-    weights = dict(full_weights(model, torch.float32)), dict(adapter_weights(model, torch.float32))
-    return losses, gradients, weights, logits(model), list(full_weights(model, torch.bfloat16))
+    weights = dict(stream_weights(model, torch.float32)), dict(adapter_weights(model, torch.float32))
+    return losses, gradients, weights, logits(model), list(stream_weights(model, torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def peft_file_name(name):
 
 def initial(folder, lora, seed, *, fsdp_size=None, checkpointed=False):
     model = build(folder, lora, seed=seed, fsdp_size=fsdp_size, checkpointed=checkpointed)
-    return dict(adapter_weights(model, torch.float32)), dict(full_weights(model, torch.float32)), logits(model)
+    return dict(adapter_weights(model, torch.float32)), dict(stream_weights(model, torch.float32)), logits(model)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from shardwise.engine.export import export_folder
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_folder import INDEX_NAME, SINGLE_NAME
 from shardwise.engine.safetensors_file import SafetensorsWriter
-from shardwise.engine.weights import full_weights
+from shardwise.engine.weights import stream_weights
 
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 
@@ -272,7 +272,7 @@ def trained_then_exported(folder, out):
         for parameter in model.parameters():
             parameter.mul_(1.5)
     export_folder(model, train_tokenizer(["2+3=5"], vocab_size=261), Path(out), torch.bfloat16)
-    return {name: tensor.clone() for name, tensor in full_weights(model, torch.float32)}
+    return {name: tensor.clone() for name, tensor in stream_weights(model, torch.float32)}
 
 
 def test_the_weights_of_the_moment_are_exported(run_ranks, tmp_path):

@@ -8,7 +8,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise.checksum import checksum
 from shardwise.engine import ParallelDims
-from shardwise.engine.gathering import gathered, gathered_in_order
+from shardwise.engine.gathering import gathered, gathered_in_order, gathered_regions
+from shardwise.region import Region
 
 SHAPES = [(5, 3), (1,), (2,), (7,), (2, 2, 3), (64, 8), (9, 1), (3, 4)]
 """Rows that no number of ranks divides, and fewer rows than ranks."""
@@ -78,3 +79,51 @@ def gather_columns():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_columns_are_gathered_too(run_ranks, world_size):
     assert run_ranks(gather_columns, world_size) == [(True, True)] * world_size
+
+
+REGIONS = [
+    lambda rank: Region.box([(rank, rank + 2), (0, 3)]),
+    lambda rank: Region.whole((1,)),
+    lambda rank: Region.box([(0, rank % 2 + 1)]),
+    lambda rank: Region.box([(0, 1 + rank)]) | Region.box([(5, 7)]),
+    lambda rank: Region.box([(rank % 2, rank % 2 + 1), (0, 2), (1, 3)]),
+    lambda rank: Region.box([(0, 64), (2 * rank, 2 * rank + 2)]),
+    lambda rank: Region.box([(2, 2), (0, 1)]),  # nothing
+    None,
+]
+"""What a rank needs of each of SHAPES; None: all of it."""
+
+
+def gather_regions(fsdp_size, bucket_bytes, offload):
+    """Whether exactly what each rank asks for arrives, and how many exchanges it took."""
+    model, wholes = build(fsdp_size, offload)
+    dtypes = [torch.float32, *4 * [torch.bfloat16], torch.float32, torch.float32, torch.float64]
+    ranks = range(dist.get_world_size())
+    regions = [None if region is None else [region(rank) for rank in ranks] for region in REGIONS]
+    plain = torch.arange(12).view(3, 4)
+    asked = [
+        *zip(model, dtypes, regions, strict=True),
+        (plain, plain.dtype, [Region.box([(0, 2), (1, 2)])] * len(ranks)),
+    ]
+    with CommDebugMode() as collectives:
+        found = list(gathered_regions(asked, bucket_bytes=bucket_bytes))
+    for tensor, (_, dtype, needed), whole in zip(found, asked, [*wholes, plain], strict=True):
+        expected = whole if needed is None else needed[dist.get_rank()].of(whole)
+        assert tensor.is_contiguous()
+        assert not tensor.requires_grad
+        torch.testing.assert_close(tensor, expected.to(dtype), rtol=0, atol=0)
+        tensor.zero_()  # what is received is the receiver's
+    again = list(gathered_in_order(zip(model, dtypes, strict=True)))
+    assert all(
+        torch.equal(tensor, whole.to(dtype)) for tensor, whole, dtype in zip(again, wholes, dtypes, strict=False)
+    )
+    return collectives.get_comm_counts()[torch.ops.c10d.alltoall_base_], collectives.get_total_counts()
+
+
+@pytest.mark.parametrize(("bucket_bytes", "num_exchanges"), [(1, 7), (1 << 20, 3)])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("world_size", "fsdp_size"), [(1, None), (2, None), (4, None), (4, 2), (2, 1)])
+def test_each_rank_is_sent_what_it_needs(run_ranks, world_size, fsdp_size, offload, bucket_bytes, num_exchanges):
+    is_sharded = (fsdp_size or world_size) > 1
+    for counts in run_ranks(gather_regions, world_size, fsdp_size, bucket_bytes, offload):
+        assert counts == ((num_exchanges, num_exchanges + 1) if is_sharded else (0, 0)), "one tensor is needed whole"

@@ -16,7 +16,7 @@ from shardwise.config import EngineConfig, ModelError, OptimizerConfig
 from shardwise.engine import TrainEngine, loading
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_folder import SINGLE_NAME
-from shardwise.engine.weights import full_weights
+from shardwise.engine.weights import stream_weights
 
 
 @pytest.fixture(scope="module", params=FAMILIES + MOE_FAMILIES)
@@ -61,7 +61,7 @@ def load_sharded(folder, mesh_shape, dim):
     model = empty_model(Path(folder), dim=dim, mesh=init_device_mesh("cpu", mesh_shape, mesh_dim_names=names))
     num_bytes = load_weights(model, Path(folder))
     held = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    return num_bytes, held, {name: tensor.clone() for name, tensor in full_weights(model, torch.float32)}
+    return num_bytes, held, {name: tensor.clone() for name, tensor in stream_weights(model, torch.float32)}
 
 
 @pytest.mark.parametrize(("mesh_shape", "copies"), [((1,), 1), ((2,), 1), ((4,), 1), ((2, 2), 2)])

@@ -6,8 +6,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.engine import ParallelDims
-from shardwise.engine.gathering import gathered, gathered_in_order
+from shardwise.engine.gathering import gathered, gathered_in_order, gathered_regions
 from shardwise.engine.shards import RowSharding, is_by_rows, local_box, local_shard
+from shardwise.region import Region
 
 WHOLE = RowSharding(None, 1, 0, torch.device("cpu"))
 
@@ -72,6 +73,10 @@ def split_rows(fsdp_size, ep_size):
     assert all(
         torch.equal(*pair) for pair in zip(gathered_in_order((p, torch.float32) for p in model), wholes, strict=True)
     )
+    needed = [[Region.box([(rank % 2, len(whole) - 1 + rank % 2), (0, 1)]) for rank in range(size)] for whole in wholes]
+    parts = gathered_regions((p, torch.float32, of_ranks) for p, of_ranks in zip(model, needed, strict=True))
+    for part, of_ranks, whole in zip(parts, needed, wholes, strict=True):
+        assert torch.equal(part, of_ranks[dist.get_rank()].of(whole))
     return said, here
 
 

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hub_weights import hub_weights
 from live_bytes import LiveBytes
 from safetensors.torch import load_file
@@ -10,7 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_folder import SINGLE_NAME
-from shardwise.engine.weights import full_weights, num_parameters
+from shardwise.engine.runtime_state import runtime_state
+from shardwise.engine.weights import num_parameters, stream_weights
+from shardwise.region import Region
 
 
 def gathered(folder, dtype_name):
@@ -19,7 +22,7 @@ def gathered(folder, dtype_name):
     load_weights(model, Path(folder))
     dtype = getattr(torch, dtype_name)
     runtime, hub = (
-        {name: tensor.clone() for name, tensor in stream(model, dtype)} for stream in (full_weights, hub_weights)
+        {name: tensor.clone() for name, tensor in stream(model, dtype)} for stream in (stream_weights, hub_weights)
     )
     return list(runtime), runtime, list(hub), hub
 
@@ -48,6 +51,45 @@ def test_trap_12_weights_arrive_whole_and_once_as_if_cast_after_gathering(
         assert_equal(runtime, {name: tensor for name, tensor in model.state_dict().items() if name not in tied})
         assert_equal(hub, {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.items()})
     assert (family in MOE_FAMILIES) == (runtime.keys() != hub.keys())
+
+
+def cut(shape, rank, size) -> Region:
+    """Of columns a share for every rank, of rows every other third."""
+    if len(shape) < 2:
+        return Region.whole(shape)
+    columns, third = shape[-1] // size, -(-shape[0] // 3)
+    rows = ((third, 2 * third),) if rank % 2 else ((0, third), (2 * third, shape[0]))
+    return Region((rows, *Region.whole(shape[1:-1]).spans, ((rank * columns, (rank + 1) * columns),)))
+
+
+def gathered_parts(folder, dtype_name):
+    """Of each tensor what this rank needs, where only some ranks name projections of queries, and none names norms."""
+    model = empty_model(Path(folder), dim=0)
+    load_weights(model, Path(folder))
+    ranks = range(dist.get_world_size())
+    needed = [
+        {
+            name: cut(tensor.shape, rank, len(ranks))
+            for name, tensor in runtime_state(model).items()
+            if "norm" not in name and (rank or "q_proj" not in name)
+        }
+        for rank in ranks
+    ]
+    streamed = stream_weights(model, getattr(torch, dtype_name), needed)
+    return needed[dist.get_rank()], {name: tensor.clone() for name, tensor in streamed}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (4, "bfloat16")])
+def test_each_rank_is_given_what_it_needs_of_the_weights(run_ranks, tmp_path, family, world_size, dtype):
+    tiny_folder(family, tmp_path)
+    model = tiny_model(family).to(getattr(torch, dtype))
+    tied = set(model.get_expanded_tied_weights_keys())
+    wholes = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    for needed, found in run_ranks(gathered_parts, world_size, str(tmp_path), dtype):
+        assert any(needed[name] != Region.whole(tensor.shape) for name, tensor in wholes.items() if name in needed)
+        expected = {name: needed[name].of(whole) if name in needed else whole for name, whole in wholes.items()}
+        assert_equal(found, expected)
 
 
 def test_weights_that_a_family_keeps_in_float32_are_sent_in_float32(run_ranks, tmp_path):

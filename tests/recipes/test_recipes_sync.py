@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from shardwise.recipes.ranks import Ranks
-from shardwise.recipes.sync import LONGEST_SEEN, KnownPrompt, WeightSync, compare_logprobs, known_prompts
+from shardwise.recipes.sync import (
+    LONGEST_SEEN,
+    KnownPrompt,
+    WeightSync,
+    compare_logprobs,
+    known_prompts,
+    require_same_receipts,
+)
 from shardwise.transfer import WeightSyncError
 from shardwise.types import Example, ImageRef
 
@@ -110,6 +117,16 @@ def test_a_rank_that_holds_other_weights_is_named(fake_group, remote, key):
     sync, _ = build(fake_group, remote, receipt=lambda rank, version: RECEIPT | ({key: 77} if rank else {}))
     with pytest.raises(WeightSyncError, match=f"weight sync 3: rank 1 has {key}=77, rank 0 has "):
         sync.sync(3)
+
+
+def test_only_ranks_that_hold_the_same_part_of_the_weights_hold_the_same():
+    receipts = {rank: RECEIPT | {"digest": f"part {rank % 2}", "num_bytes": 7 + rank % 2} for rank in range(2, 6)}
+    require_same_receipts(3, receipts, num_parts=2)
+    with pytest.raises(WeightSyncError, match="rank 3 has num_bytes=8, rank 2 has 7; both should hold the same"):
+        require_same_receipts(3, receipts)
+    receipts[5] |= {"digest": "another"}
+    with pytest.raises(WeightSyncError, match="weight sync 3: rank 5 has digest=another, rank 3 has part 1; both"):
+        require_same_receipts(3, receipts, num_parts=2)
 
 
 @pytest.mark.parametrize(("every", "probed"), [(4, [1, 4, 8]), (1, list(range(1, 10))), (0, [])])

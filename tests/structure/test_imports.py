@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "shardwise"
 
-SHARED = {"config", "types", "observability", "fault_plan", "scratch", "processes", "console", "durable"}
+SHARED = {"config", "types", "observability", "fault_plan", "scratch", "processes", "console", "durable", "region"}
 TENSORS = {"codec", "checksum", "memfd"}
 """Of weights and messages between processes."""
 MODELS = {"model_config"}
@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "processes": set(),
     "console": set(),
     "durable": set(),
+    "region": set(),
     "codec": {"types"},
     "checksum": {"ops"},
     "memfd": set(),
@@ -58,6 +59,7 @@ THIRD_PARTY = {
     "processes": set(),
     "console": set(),
     "durable": set(),
+    "region": {"torch"},
     "codec": {"torch"},
     "checksum": {"torch", "xxhash"},
     "memfd": {"torch"},

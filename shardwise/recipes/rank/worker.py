@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -45,7 +45,8 @@ from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.losses import SFT_LOSS, Loss, LossKind
 from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.recipes.sampling.sampled_tokens import with_spans
-from shardwise.rollout import EmbeddedEngine, RolloutEngine, SupervisedEngine
+from shardwise.region import Region
+from shardwise.rollout import EmbeddedEngine, RolloutEngine, SupervisedEngine, VllmEngine
 from shardwise.transfer import (
     Assembly,
     DeltaDecoder,
@@ -136,6 +137,18 @@ class AdapterSender:
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """See WeightSender."""
         return self.engine.adapter_weights(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NeededSender:
+    """Sends what the rollout engine's part on each rank needs of the weights."""
+
+    engine: TrainEngine
+    needed: Mapping[str, Region]
+
+    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """See WeightSender."""
+        return self.engine.needed_weights(dtype, self.needed)
 
 
 class Worker:
@@ -516,7 +529,11 @@ class Worker:
         return self._medium
 
     def _sender(self, hosted: HostedEngine) -> WeightSender:
-        return AdapterSender(hosted.engine) if self._syncs_adapter_only else hosted.engine
+        if self._syncs_adapter_only:
+            return AdapterSender(hosted.engine)
+        if isinstance(self._rollout_engine, VllmEngine) and self._rollout_engine.is_part:
+            return NeededSender(hosted.engine, self._rollout_engine.needed_regions())
+        return hosted.engine
 
     def _teacher_outputs(self, batches: list[TokenBatch], role: str, teacher: str) -> list[TeacherOutputs]:
         divergence = self._engines[role].loss.divergence

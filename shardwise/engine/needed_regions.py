@@ -1,0 +1,26 @@
+"""What every rank needs of the weights, on every rank."""
+
+from collections.abc import Mapping
+
+from shardwise.engine.exchange import all_gather_json
+from shardwise.region import Region
+
+
+class NeededRegions:
+    """Keeps what the ranks need; they tell each other again only when something has changed."""
+
+    def __init__(self) -> None:
+        self._own: Mapping[str, Region] | None = None
+        self._by_rank: list[dict[str, Region]] = []
+
+    def by_rank(self, own: Mapping[str, Region]) -> list[dict[str, Region]]:
+        """Collective over all ranks. Returns by rank: name -> what the rank needs of the tensor.
+
+        Args:
+            own: the same for this rank.
+        """
+        if any(all_gather_json(own != self._own)):
+            everybody = all_gather_json({name: region.spans for name, region in own.items()})
+            self._by_rank = [{name: Region.of_lists(spans) for name, spans in regions.items()} for regions in everybody]
+            self._own = own
+        return self._by_rank
