@@ -75,10 +75,10 @@ def _of_vllm() -> list[str]:
     rows = sorted(record["families"].items())
     served = [family for family, row in rows if row["vllm"] == PROVEN]
     reasons: list[str] = []
-    table = [
-        f"| `{family}` | {_cell(row['vllm'], reasons)} | {_cell(row['vllm_lora'], reasons)} | {row.get('lacks', '')} |"
-        for family, row in rows
-    ]
+    table = []
+    for family, row in rows:
+        cells = [_cell(row[check], reasons) for check in MEANING_OF_VLLM]
+        table.append(f"| `{family}` | {' | '.join(cells)} | {row.get('lacks', '')} |")
     return [
         "",
         "## What vLLM serves",
@@ -91,9 +91,10 @@ def _of_vllm() -> list[str]:
         "Families that the table does not have were not compared: most whole checkpoints with a tower.",
         "",
         *(f"- **{check}**: {words}" for check, words in MEANING_OF_VLLM.items()),
+        f"- **without**: {WITHOUT}",
         "",
-        "| family | vllm | vllm_lora | without |",
-        "|---|---|---|---|",
+        f"| family | {' | '.join(MEANING_OF_VLLM)} | without |",
+        "|---|" + "---|" * len(MEANING_OF_VLLM) + "---|",
         *table,
         "",
         *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)),
@@ -136,8 +137,10 @@ MEANING_OF_VLLM = {
     "vllm": "an engine with other weights gives the trainer's logprobs after a sync, greedily and at temperature 1, "
     "and again after that of a step",
     "vllm_lora": "an engine with the base likewise, after the sync of an adapter on all linear layers alone",
-    "without": "what was left out of the family's config, because vLLM refuses it or computes it otherwise",
+    "vllm_ranks": "two ranks that train are one engine (`tensor_parallel_size: 2`); they are sent what each needs, and "
+    "each gives the trainer's logprobs",
 }
+WITHOUT = "what was left out of the family's config, because vLLM refuses it or computes it otherwise"
 
 
 def _cell(result: str, reasons: list[str]) -> str:

@@ -1,5 +1,6 @@
-"""Packs tensors into buckets of bytes. Small ones share a bucket. A large one goes alone, in pieces of a bucket's size,
-straight from where it lies to where it is served if the medium can.
+"""Packs tensors into buckets of bytes. Small ones share the bucket's first block. Large ones are blocks of their own,
+and go straight from where they lie to where they are served if the medium can; what is larger than a bucket goes in
+pieces.
 
 Nothing is pickled: a header is JSON, the data are the tensors' bytes.
 """
@@ -71,8 +72,10 @@ class Segment:
     entry: Entry
     start: int
     """Where it begins in the entry's bytes."""
+    block: int
+    """The block of the bucket that it is in."""
     offset: int
-    """Where it begins in the bucket."""
+    """Where it begins in the block."""
     num_bytes: int
 
 
@@ -83,8 +86,8 @@ class Header:
     version: int
     index: int
     segments: list[Segment]
-    num_bytes: int
-    """Bytes of the bucket's data."""
+    block_bytes: list[int]
+    """Bytes of each of the bucket's blocks."""
     is_last: bool
     failure: str = ""
     """Why the sender gives up; such a bucket is the last."""
@@ -106,21 +109,29 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def aligned(num_bytes: int) -> int:
+    """Rounds a number of bytes up, so that what lies behind them can be viewed as any dtype."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
 def encode_whole(_name: str, tensor: Tensor) -> tuple[Encoding, Tensor]:
     """Encodes a tensor as its own bytes."""
     return "whole", as_bytes(tensor)
 
 
 class BucketWriter:
-    """Packs small entries into buckets and sends each when it is full; sends large ones from where they lie."""
+    """Puts entries into buckets, small ones as copies and large ones as they lie, and sends each bucket when it is
+    full."""
 
     def __init__(self, medium: Medium, *, version: int, bucket_bytes: int) -> None:
         if bucket_bytes < _ALIGNMENT_BYTES or bucket_bytes % _ALIGNMENT_BYTES:
             raise ValueError(f"bucket_bytes={bucket_bytes} is not a positive multiple of {_ALIGNMENT_BYTES}")
         self._medium, self._version, self._bucket_bytes = medium, version, bucket_bytes
         self._num_sent = 0
-        self._bucket: Tensor | None = None
-        """The bucket that is being filled."""
+        self._packed: Tensor | None = None
+        """The first block of the bucket that is being filled."""
+        self._laid: list[Tensor] = []
+        """Its other blocks."""
         self._segments: list[Segment] = []
         self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
         self._exposed = medium.exposed()
@@ -141,12 +152,15 @@ class BucketWriter:
         values: receivers get them before this returns or by the end of the sync. For a placed entry no bytes are
         sent."""
         if entry.encoding == "placed":
-            self._pack(entry, payload[:0])
+            self._put(entry, payload[:0])
             self.num_bytes += entry.num_bytes
-        elif entry.num_bytes > self._bucket_bytes or entry.num_bytes >= self._medium.large_bytes:
-            self._send_alone(entry, payload)
+        elif entry.num_bytes <= self._bucket_bytes:
+            self._put(entry, payload)
         else:
-            self._pack(entry, payload)
+            for start in range(0, entry.num_bytes, self._bucket_bytes):
+                self._put(entry, payload[start : start + self._bucket_bytes], start)
+                self._flush(is_last=False)
+            self._medium.settle()  # else a third tensor would be held, and device memory should hold two at most
 
     def finish(self) -> None:
         """Sends what is left."""
@@ -154,49 +168,40 @@ class BucketWriter:
 
     def give_up(self, reason: str) -> None:
         """Tells the receivers that no more will come."""
-        header = Header(self._version, self._num_sent, [], 0, is_last=True, failure=reason)
+        header = Header(self._version, self._num_sent, [], [0], is_last=True, failure=reason)
         self._medium.send(header.encode(), self._filled()[:0])
 
-    def _pack(self, entry: Entry, payload: Tensor) -> None:
-        segment = Segment(entry, 0, self._used, len(payload))
-        header_bytes = len(json.dumps(_encode(segment))) + 2
-        has_room = (
-            self._used + len(payload) <= self._bucket_bytes and self._header_bytes + header_bytes <= MAX_HEADER_BYTES
-        )
+    def _put(self, entry: Entry, part: Tensor, start: int = 0) -> None:
+        """Puts a part of the entry's bytes into the bucket, after sending what has no room beside it."""
+        num_bytes = len(part)
+        header_bytes = len(json.dumps(_encode(Segment(entry, start, len(self._laid), self._used, num_bytes)))) + 8
+        num_used = self._used + sum(map(len, self._laid))
+        has_room = num_used + num_bytes <= self._bucket_bytes and self._header_bytes + header_bytes <= MAX_HEADER_BYTES
         if self._segments and not has_room:
             self._flush(is_last=False)
-            segment = dataclasses.replace(segment, offset=0)
-        self._filled()[self._used : self._used + len(payload)].copy_(payload)
-        self._segments.append(segment)
         self._header_bytes += header_bytes
-        self._used += -(-len(payload) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-    def _send_alone(self, entry: Entry, payload: Tensor) -> None:
-        if self._segments:
-            self._flush(is_last=False)
-        for start in range(0, entry.num_bytes, self._bucket_bytes):
-            piece = payload[start : start + self._bucket_bytes]
-            header = Header(self._version, self._num_sent, [Segment(entry, start, 0, len(piece))], len(piece), False)
-            self._medium.send_from(header.encode(), piece)
-            self._count(len(piece))
-        if entry.num_bytes > self._bucket_bytes:
-            self._medium.settle()  # else a third tensor would be held, and device memory should hold two at most
+        if num_bytes >= self._medium.large_bytes:
+            self._laid.append(part)
+            self._segments.append(Segment(entry, start, len(self._laid), 0, num_bytes))
+            return
+        self._segments.append(Segment(entry, start, 0, self._used, num_bytes))
+        self._filled()[self._used : self._used + num_bytes].copy_(part)
+        self._used += aligned(num_bytes)
 
     def _filled(self) -> Tensor:
-        if self._bucket is None:
-            self._bucket = self._medium.buffer(self._bucket_bytes)
-        return self._bucket
+        if self._packed is None:
+            self._packed = self._medium.buffer(self._bucket_bytes)
+        return self._packed
 
     def _flush(self, *, is_last: bool) -> None:
-        header = Header(self._version, self._num_sent, self._segments, self._used, is_last)
-        self._medium.send(header.encode(), self._filled()[: self._used])
-        self._count(self._used)
-        self._bucket, self._segments = None, []
-        self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
-
-    def _count(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
+        blocks = [self._filled()[: self._used], *self._laid]
+        sizes = [len(block) for block in blocks]
+        header = Header(self._version, self._num_sent, self._segments, sizes, is_last)
+        self._medium.send(header.encode(), blocks[0], blocks[1:])
+        self.num_bytes += sum(sizes)
         self._num_sent += 1
+        self._packed, self._laid, self._segments = None, [], []
+        self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
 
 
 class Assembly:
@@ -220,7 +225,7 @@ class BucketReader:
 
     def __init__(
         self,
-        receive: Callable[[Place], tuple[str, Tensor]],
+        receive: Callable[[Place], tuple[str, list[Tensor]]],
         assembly: Assembly | None = None,
     ) -> None:
         """
@@ -249,22 +254,22 @@ class BucketReader:
             raise self._error(f"version {version} is due, but version {self.version} came")
         return self.version
 
-    def entries(self, place: Callable[[Entry], Tensor | None] = nowhere) -> Iterator[tuple[Entry, Tensor]]:
+    def entries(self, place: Callable[[Entry], Tensor | None] = lambda _: None) -> Iterator[tuple[Entry, Tensor]]:
         """Yields each entry with its bytes, [entry.num_bytes] uint8 ([0] for a placed one), which are valid until the
         next entry is taken.
 
         Args:
-            place: maps an entry to its destination [entry.num_bytes] uint8; entries that come alone in a bucket or in
+            place: maps an entry to its destination [entry.num_bytes] uint8; entries that come alone in a block or in
                 pieces are put there. None: no preference.
         Raises:
             WeightSyncError: the sender gave up, or a bucket or a part of a tensor is missing.
             MediumError: nothing came in time.
         """
         partial: tuple[Entry, Tensor, int] | None = None
-        header, data = self._bucket
+        header, blocks = self._bucket
         while True:
             for segment in header.segments:
-                part = data[segment.offset : segment.offset + segment.num_bytes]
+                part = blocks[segment.block][segment.offset : segment.offset + segment.num_bytes]
                 partial = self._joined(partial, segment, part, place)
                 entry, payload, num_there = partial
                 if num_there == entry.num_bytes:
@@ -272,7 +277,7 @@ class BucketReader:
                     yield entry, payload
             if header.is_last:
                 break
-            header, data = self._receive(lambda text: _place_of_bucket(text, place))
+            header, blocks = self._receive(lambda text: _places_of_blocks(text, place))
         if partial is not None:
             raise self._error(f"{partial[0].name} ends after {partial[2]} of {partial[0].num_bytes} bytes")
         self.is_exhausted = True
@@ -283,8 +288,8 @@ class BucketReader:
             header, _ = self._receive_bucket(nowhere)
             self.is_finished = Header.decode(header).is_last
 
-    def _receive(self, place: Place) -> tuple[Header, Tensor]:
-        text, data = self._receive_bucket(place)
+    def _receive(self, place: Place) -> tuple[Header, list[Tensor]]:
+        text, blocks = self._receive_bucket(place)
         header = Header.decode(text)
         self.is_finished = header.is_last
         if self.version is None:
@@ -296,8 +301,8 @@ class BucketReader:
         if self.version != header.version:
             raise self._error(f"a bucket of version {header.version} came among those of this one")
         self._num_received += 1
-        self.num_bytes += data.numel()
-        return header, data
+        self.num_bytes += sum(map(len, blocks))
+        return header, blocks
 
     def _joined(
         self,
@@ -332,19 +337,20 @@ class BucketReader:
         return WeightSyncError(f"weight sync{'' if self.version is None else f' {self.version}'}: {message}")
 
 
-def _place_of_bucket(text: str, place: Callable[[Entry], Tensor | None]) -> Tensor | None:
-    """The destination of a bucket that holds nothing but one entry or a piece of it; None for other buckets."""
+def _places_of_blocks(text: str, place: Callable[[Entry], Tensor | None]) -> list[Tensor | None]:
+    """The destinations of blocks that hold nothing but one entry or a piece of it; None for others."""
     header = Header.decode(text)
-    match header.segments:
-        case [segment] if segment.num_bytes == header.num_bytes and (whole := place(segment.entry)) is not None:
-            return whole[segment.start : segment.start + segment.num_bytes]
-    return None
+    places: list[Tensor | None] = [None] * len(header.block_bytes)
+    for segment in header.segments:
+        if segment.num_bytes == header.block_bytes[segment.block] and (whole := place(segment.entry)) is not None:
+            places[segment.block] = whole[segment.start : segment.start + segment.num_bytes]
+    return places
 
 
 def _encode(segment: Segment) -> list[Any]:
     entry = segment.entry
     fields = [entry.name, entry.dtype, entry.shape, entry.checksum, entry.encoding, entry.num_bytes]
-    return [*fields, segment.start, segment.offset, segment.num_bytes]
+    return [*fields, segment.start, segment.block, segment.offset, segment.num_bytes]
 
 
 def _decode(fields: list[Any]) -> Segment:

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -55,7 +55,7 @@ class DiskMedium:
         self._folder, self._rendezvous = folder, rendezvous
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._hashes: dict[str, str] = {}
-        self._unread: Iterator[tuple[str, Tensor]] | None = None
+        self._unread: Iterator[tuple[str, list[Tensor]]] | None = None
         self._is_measuring = False
 
     @classmethod
@@ -131,35 +131,32 @@ class DiskMedium:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         return self._buffer[:num_bytes]
 
-    def send(self, header: str, data: Tensor) -> None:
+    def send(self, header: str, packed: Tensor, laid: Sequence[Tensor] = ()) -> None:
         """See Medium. Receivers hear of the version when it is whole. Raises ExportError: it cannot be written."""
+        assert not laid, "no tensor is large here"
         bucket = Header.decode(header)
         if not bucket.failure:
             with self._written():
-                self._write(bucket, header, data)
+                self._write(bucket, header, packed)
         if bucket.is_last:
             self._rendezvous.meet("writing weights", header)
-
-    def send_from(self, header: str, data: Tensor) -> None:
-        """See Medium."""
-        self.send(header, data)
 
     def settle(self) -> None:
         """See Medium. Nothing to wait for: what was sent is on the disk."""
 
-    def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
+    def receive(self, place: Place = nowhere) -> tuple[str, list[Tensor]]:
         """See Medium. Ignores `place`: data stays in the memory that the file was read into."""
         if self._unread is None:
             last = self._rendezvous.meet("waiting for weights to be written", "")[SENDER]
             written = Header.decode(last)
             if written.failure:
-                return last, self._buffer
+                return last, []
             # A file that cannot be read ends the generator: then the last header is what is left to receive.
-            self._unread = chain(_read_buckets(self._folder_of(written.version)), [(last, self._buffer)])
-        header, data = next(self._unread)
+            self._unread = chain(_read_buckets(self._folder_of(written.version)), [(last, [])])
+        header, blocks = next(self._unread)
         if Header.decode(header).is_last:
             self._unread = None
-        return header, data
+        return header, blocks
 
     def break_off(self, message: str) -> list[str | None]:
         """See Medium."""
@@ -284,9 +281,9 @@ def _write_bucket(path: Path, header: str, segments: list[Segment], data: Tensor
     return xxhash.xxh3_64_hexdigest(np.fromfile(path, dtype=np.uint8).data)
 
 
-def _read_buckets(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields headers and data as they were sent, but with the offsets in the file, because safetensors puts tensors in
-    an order of its own. Raises WeightSyncError."""
+def _read_buckets(folder: Path) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yields headers and blocks as they were sent, but with the offsets in the file, because safetensors puts tensors
+    in an order of its own. Raises WeightSyncError."""
     for name, expected in _read_marker(folder):
         path = folder / name
         try:
@@ -299,7 +296,7 @@ def _read_buckets(folder: Path) -> Iterator[tuple[str, Tensor]]:
         table = json.loads(raw[8 : 8 + length].tobytes())
         bucket = Header.decode(table["__metadata__"]["bucket"])
         moved = [replace(segment, offset=table[_key(segment)]["data_offsets"][0]) for segment in bucket.segments]
-        yield replace(bucket, segments=moved).encode(), torch.from_numpy(raw[8 + length :])
+        yield replace(bucket, segments=moved).encode(), [torch.from_numpy(raw[8 + length :])]
     # Readers stop at the last bucket, so they get here only if it is missing.
     raise WeightSyncError(f"{folder / MARKER} is damaged: it does not name the version's last file; {_REMEDY}")
 

@@ -1,7 +1,7 @@
 """The transport of a weight sync: the protocol of a medium (one sender, many receivers), and their rendezvous."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -21,13 +21,14 @@ MEASUREMENT = -1
 """The version of bytes that travel only to see how fast they do: a medium that keeps versions keeps none of them."""
 
 
-Place = Callable[[str], Tensor | None]
-"""Maps a bucket's header to the destination of its data, [num_bytes] uint8 on the medium's device; None: no
-preference."""
+Place = Callable[[str], Sequence[Tensor | None]]
+"""Maps a bucket's header to the destinations of its blocks, [num_bytes] uint8 on the medium's device; None: no
+preference. Blocks beyond those named have none."""
 
 
-def nowhere(_what: object) -> None:
-    """The `Place` of a caller without a destination."""
+def nowhere(_header: str) -> Sequence[Tensor | None]:
+    """The `Place` of a caller without destinations."""
+    return ()
 
 
 def name_of(rank: int) -> str:
@@ -50,7 +51,7 @@ class Medium(Protocol):
     """
 
     large_bytes: int
-    """From this size on a tensor is better sent from where it lies than in a bucket with others."""
+    """From this size on a tensor is better a block of its own, sent from where it lies, than copied beside others."""
 
     @property
     def device(self) -> torch.device:
@@ -67,20 +68,23 @@ class Medium(Protocol):
         """Called at the sender after that meeting: what the only receiver has exposed, name -> [num_bytes] uint8."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Returns [num_bytes] uint8 to fill with the next bucket, while the one before is on its way."""
+        """Returns [num_bytes] uint8 to fill for the next bucket, while the one before is on its way."""
 
-    def send(self, header: str, data: Tensor) -> None:
-        """Begins to send a bucket; `data` is the front of the last `buffer`. `header` has at most MAX_HEADER_BYTES."""
+    def send(self, header: str, packed: Tensor, laid: Sequence[Tensor] = ()) -> None:
+        """Begins to send a bucket.
 
-    def send_from(self, header: str, data: Tensor) -> None:
-        """Begins to send a bucket from the caller's memory, which has to keep its values until `settle` or `meet`
-        returns. Not to be called while a `buffer` is being filled."""
+        Args:
+            header: has at most MAX_HEADER_BYTES.
+            packed: the bucket's first block, the front of the last `buffer`.
+            laid: further blocks, [num_bytes] uint8 each, of at least `large_bytes`. They lie in memory of the caller's,
+                which has to keep its values until `settle` or `meet` returns.
+        """
 
     def settle(self) -> None:
-        """Waits until nothing that `send_from` was given is read any more."""
+        """Waits until nothing that `send` was given is read any more."""
 
-    def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
-        """Returns the next bucket's header and data, valid until the next call. The bucket after it is on its way, to
+    def receive(self, place: Place = nowhere) -> tuple[str, list[Tensor]]:
+        """Returns the next bucket's header and blocks, valid until the next call. The bucket after it is on its way, to
         where `place` says if the medium can."""
 
     def break_off(self, message: str) -> list[str | None]:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, Self
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.memfd import SharedTensors
-from shardwise.transfer.buckets import MAX_HEADER_BYTES, Header
+from shardwise.transfer.buckets import MAX_HEADER_BYTES, Header, aligned
 from shardwise.transfer.medium import SENDER, EndLostError, MediumError, Place, Rendezvous, nowhere
 
 _POLL_SECONDS = 0.0005
@@ -21,7 +21,7 @@ class _Coming(NamedTuple):
     """A bucket on its way to this receiver."""
 
     header: str
-    data: Tensor
+    blocks: list[Tensor]
     works: list[Any]
 
 
@@ -29,12 +29,12 @@ class ProcessGroupMedium:
     """Broadcasts buckets with gloo or NCCL. The group is not in torch's registry: no end needs a default process group,
     and those that exist may have other sizes and backends.
 
-    A bucket is two broadcasts: its header, of a fixed size, then its data, into one of two buffers in turn, or from
-    where it lies to where it is served.
+    A bucket is a broadcast of its header, of a fixed size, and one of each block: into one of two buffers in turn, or
+    from where it lies to where it is served.
     """
 
-    large_bytes = 1 << 23
-    """From this size on a header of its own costs less than the copies on both sides (measured with gloo)."""
+    large_bytes = 1 << 19
+    """From this size on a broadcast of its own costs less than the copies on both sides (measured with gloo)."""
 
     def __init__(
         self, group: Any, rendezvous: Rendezvous, *, is_gloo: bool, timeout: timedelta, device: torch.device
@@ -119,29 +119,23 @@ class ProcessGroupMedium:
         self._finish(self._turn)
         return self._room(self._turn, num_bytes)
 
-    def send_from(self, header: str, data: Tensor) -> None:
-        """See Medium."""
-        self._turn = 1 - self._turn
-        self._finish(self._turn)
-        self.send(header, data)
-
     def settle(self) -> None:
         """See Medium."""
         for turn in range(2):
             self._finish(turn)
 
-    def send(self, header: str, data: Tensor) -> None:
+    def send(self, header: str, packed: Tensor, laid: Sequence[Tensor] = ()) -> None:
         """See Medium."""
         encoded = header.encode()
         if len(encoded) > MAX_HEADER_BYTES:
             raise ValueError(f"a bucket's header has {len(encoded)} bytes, more than {MAX_HEADER_BYTES}")
         padded = torch.frombuffer(bytearray(encoded.ljust(MAX_HEADER_BYTES)), dtype=torch.uint8)
         self._headers[self._turn].copy_(padded)
-        for part in (self._headers[self._turn], data):
-            if part.numel():
-                self._works[self._turn].append(self._broadcast(part))
+        for block in (self._headers[self._turn], packed, *laid):
+            if len(block):
+                self._works[self._turn].append(self._broadcast(block))
 
-    def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
+    def receive(self, place: Place = nowhere) -> tuple[str, list[Tensor]]:
         """See Medium."""
         if not self._coming:
             self._expect_header()
@@ -149,7 +143,7 @@ class ProcessGroupMedium:
             self._expect_data(place)
         bucket = self._coming.popleft()
         self._wait(bucket.works, "receiving weights")
-        return bucket.header, bucket.data
+        return bucket.header, bucket.blocks
 
     def break_off(self, message: str) -> list[str | None]:
         """See Medium."""
@@ -170,18 +164,26 @@ class ProcessGroupMedium:
         self._header = [self._broadcast(self._headers[self._turn])]
 
     def _expect_data(self, place: Place) -> None:
-        """Waits for the header, and begins to receive its data and the header behind them."""
+        """Waits for the header, and begins to receive its blocks and the header behind them."""
         assert self._header is not None
         self._wait(self._header, "receiving weights")
         header = bytes(self._headers[self._turn].cpu().numpy()).decode().rstrip()
         content = Header.decode(header)
-        data = place(header)
-        if data is None or data.device != self._headers[self._turn].device:
-            data = self._room(self._turn, content.num_bytes)
-        self._coming.append(_Coming(header, data, [self._broadcast(data)] if data.numel() else []))
+        blocks = self._blocks(content.block_bytes, place(header))
+        self._coming.append(_Coming(header, blocks, [self._broadcast(block) for block in blocks if len(block)]))
         self._header = None
         if not content.is_last:
             self._expect_header()
+
+    def _blocks(self, sizes: list[int], places: Sequence[Tensor | None]) -> list[Tensor]:
+        """Returns where blocks of these sizes are received: in their places, the others one behind the other in the
+        buffer whose turn it is."""
+        device = self._headers[self._turn].device
+        blocks = [place if place is not None and place.device == device else None for place in places]
+        blocks += [None] * (len(sizes) - len(blocks))
+        rooms = [0 if block is not None else aligned(size) for size, block in zip(sizes, blocks, strict=True)]
+        room = self._room(self._turn, sum(rooms)).split(rooms)
+        return [own[:size] if block is None else block for size, own, block in zip(sizes, room, blocks, strict=True)]
 
     def _room(self, turn: int, num_bytes: int) -> Tensor:
         if self._buffers[turn].numel() < num_bytes:

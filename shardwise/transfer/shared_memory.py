@@ -152,15 +152,16 @@ class SharedMemoryMedium:
             slot = self._slots[self._turn] = self._allocate(self._turn, num_bytes)
         return slot[:num_bytes]
 
-    def send(self, header: str, data: Tensor) -> None:
+    def send(self, header: str, packed: Tensor, laid: Sequence[Tensor] = ()) -> None:
         """See Medium."""
-        if data.device.type != "cpu":
-            torch.accelerator.current_stream(data.device).synchronize()  # other processes do not see the stream
+        assert not laid, "no tensor is large here"
+        if packed.device.type != "cpu":
+            torch.accelerator.current_stream(packed.device).synchronize()  # other processes do not see the stream
         is_new = self._turn in self._new_slots
         descriptors = self._new_slots.pop(self._turn, [])
         try:
             for rank in self._peers:
-                place = {"slot": self._turn, "num_bytes": data.numel(), **(self._location() if is_new else {})}
+                place = {"slot": self._turn, "num_bytes": packed.numel(), **(self._location() if is_new else {})}
                 packet = json.dumps(place).encode() + b"\n" + header.encode()
                 self._send_packet("sending weights", rank, packet, descriptors)
                 self._readers[self._turn].add(rank)
@@ -168,14 +169,10 @@ class SharedMemoryMedium:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def send_from(self, header: str, data: Tensor) -> None:
-        """See Medium."""
-        self.send(header, self.buffer(len(data)).copy_(data))
-
     def settle(self) -> None:
         """See Medium. Nothing to wait for: what was sent has been copied."""
 
-    def receive(self, place: Place = nowhere) -> tuple[str, Tensor]:
+    def receive(self, place: Place = nowhere) -> tuple[str, list[Tensor]]:
         """See Medium. Ignores `place`: data stays in the slot, and whoever wants it elsewhere copies it once."""
         self._give_back()
         packet, descriptors = self._receive_packet(
@@ -191,7 +188,7 @@ class SharedMemoryMedium:
         slot = self._slots[announced["slot"]]
         assert slot is not None
         self._held = announced["slot"]
-        return header.decode(), slot[: announced["num_bytes"]]
+        return header.decode(), [slot[: announced["num_bytes"]]]
 
     def break_off(self, message: str) -> list[str | None]:
         """See Medium."""

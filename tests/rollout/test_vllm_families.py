@@ -10,7 +10,7 @@ from prove_models import vllm_record
 from tiny_models import tiny_folder
 from transformers import Qwen3Config, Qwen3Model
 from vllm_engines import needs_vllm
-from vllm_family_checks import LACKS, is_noticed, open_engine, prove, save_pair, served
+from vllm_family_checks import LACKS, VLLM_CHECKS, is_noticed, open_engine, prove, save_pair, served
 
 from shardwise.config import ConfigError, LoraConfig, ModelError
 from shardwise.rollout.vllm_start import transformers_kept, window_arguments
@@ -40,9 +40,9 @@ def test_the_record_has_a_reason_of_ours_for_every_family_that_is_not_served():
     rows = vllm_record()["families"]
     assert rows.keys() <= FAMILIES.keys()
     for family, row in rows.items():
-        assert row.keys() == {"vllm", "vllm_lora"} | ({"lacks"} if family in LACKS else set())
+        assert row.keys() == set(VLLM_CHECKS) | ({"lacks"} if family in LACKS else set())
         assert not any(found.startswith("fails") for found in row.values())
-        assert "which a sync does not find" not in row["vllm"] + row["vllm_lora"]
+        assert "which a sync does not find" not in "".join(row[check] for check in VLLM_CHECKS)
     assert sum(row["vllm"] == "proven" for row in rows.values()) >= 60
 
 

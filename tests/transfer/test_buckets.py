@@ -14,9 +14,7 @@ class ListMedium:
     """Keeps what is sent; `device`, `meet` and the rest are not needed here."""
 
     def __init__(self, large_bytes: int = 1 << 30) -> None:
-        self.buckets: list[tuple[str, torch.Tensor]] = []
-        self.alone: list[int] = []
-        """Buckets that were sent from where they lay."""
+        self.buckets: list[tuple[str, list[torch.Tensor]]] = []
         self.large_bytes = large_bytes
         self._next = 0
 
@@ -26,22 +24,25 @@ class ListMedium:
     def buffer(self, num_bytes):
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
-    def send(self, header, data):
-        self.buckets.append((header, data.clone()))
+    def send(self, header, packed, laid=()):
+        assert all(len(block) >= self.large_bytes for block in laid)
+        self.buckets.append((header, [packed.clone(), *(block.clone() for block in laid)]))
 
-    def send_from(self, header, data):
-        self.alone.append(len(self.buckets))
-        self.send(header, data)
+    @property
+    def sizes(self) -> list[list[int]]:
+        """Of the blocks of each bucket."""
+        return [[len(block) for block in blocks] for _, blocks in self.buckets]
 
     def settle(self):
         pass
 
     def receive(self, place=nowhere):
-        """Into the place, as a process group does."""
+        """Into the places, as a process group does."""
         self._next += 1
-        header, data = self.buckets[self._next - 1]
-        target = place(header)
-        return header, data if target is None else target.copy_(data)
+        header, blocks = self.buckets[self._next - 1]
+        there = [*place(header)] or [None] * len(blocks)
+        pairs = zip(blocks, there, strict=True)
+        return header, [block if target is None else target.copy_(block) for block, target in pairs]
 
 
 def entry_of(name: str, payload: torch.Tensor) -> Entry:
@@ -54,7 +55,7 @@ def packed(payloads: dict[str, torch.Tensor], bucket_bytes: int, large_bytes: in
     for name, payload in payloads.items():
         writer.write(entry_of(name, payload), payload)
     writer.finish()
-    assert writer.num_bytes == sum(data.numel() for _, data in medium.buckets)
+    assert writer.num_bytes == sum(map(sum, medium.sizes))
     return medium
 
 
@@ -70,27 +71,25 @@ def unpacked(medium: ListMedium) -> dict[str, torch.Tensor]:
 def test_what_was_packed_comes_out_in_order(sizes, bucket_bytes, large_bytes):
     payloads = {f"{i}": torch.randint(0, 256, (size,), dtype=torch.uint8) for i, size in enumerate(sizes)}
     medium = packed(payloads, bucket_bytes, large_bytes)
-    assert all(data.numel() <= bucket_bytes for _, data in medium.buckets)
+    assert all(sum(sizes) <= bucket_bytes for sizes in medium.sizes)
     found = unpacked(medium)
     assert list(found) == list(payloads)
     assert all(torch.equal(found[name], payload) for name, payload in payloads.items())
 
 
-def test_what_is_larger_than_a_bucket_goes_alone_in_pieces():
+def test_what_is_larger_than_a_bucket_goes_in_pieces():
     payloads = {
         name: torch.zeros(size, dtype=torch.uint8) for name, size in {"a": 40, "b": 30, "c": 150, "d": 2}.items()
     }
     medium = packed(payloads, 64)
     # b has no room behind a. Beginnings are multiples of 16.
-    assert [data.numel() for _, data in medium.buckets] == [48, 32, 64, 64, 22, 16]
-    assert medium.alone == [2, 3, 4]
+    assert medium.sizes == [[48], [32], [64], [64], [32], [16]]
 
 
-def test_what_is_large_to_the_medium_goes_alone_and_small_ones_beside_it_share():
+def test_what_is_large_to_the_medium_is_a_block_of_its_own_and_small_ones_beside_it_share_one():
     sizes = {"a": 8, "b": 32, "c": 8, "d": 8, "e": 100}
     medium = packed({name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}, 64, large_bytes=32)
-    assert [data.numel() for _, data in medium.buckets] == [16, 32, 32, 64, 36, 0]
-    assert medium.alone == [1, 3, 4]
+    assert medium.sizes == [[32, 32], [16], [0, 64], [0, 36], [0]]
 
 
 @pytest.mark.parametrize("large_bytes", [32, 1 << 30])
@@ -123,7 +122,7 @@ def without_bucket(buckets):
 
 
 def cut_bucket(buckets):
-    buckets[1] = (buckets[1][0], buckets[1][1][:10])
+    buckets[1] = (buckets[1][0], [buckets[1][1][0][:10]])
 
 
 def of_another_version(buckets):

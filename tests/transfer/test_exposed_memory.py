@@ -51,9 +51,9 @@ def push(join, *, medium=SharedMemoryMedium, before=lambda name: None, deltas=Fa
         carried = []
         send = end.send
 
-        def counted(header, data, send=send, carried=carried):
-            carried.append(data.numel())
-            send(header, data)
+        def counted(header, packed, laid, send=send, carried=carried):
+            carried.append(sum(map(len, [packed, *laid])))
+            send(header, packed, laid)
 
         end.send = counted
         try:

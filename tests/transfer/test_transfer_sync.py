@@ -190,11 +190,11 @@ class FlippingMedium:
         return getattr(self._medium, name)
 
     def receive(self, *place):
-        header, data = self._medium.receive(*place)
+        header, blocks = self._medium.receive(*place)
         self._num_received += 1
         if self._num_received == 2:
-            data[3] ^= 1
-        return header, data
+            blocks[0][3] ^= 1
+        return header, blocks
 
 
 def pull_flipped(readable, join):
