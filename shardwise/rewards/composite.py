@@ -16,10 +16,11 @@ from shardwise.config import (
     RewardError,
 )
 from shardwise.console import warn
-from shardwise.rewards.base import Answer, RewardJob, RewardResult, Scorer, describe_error, load_function
+from shardwise.rewards.base import Answer, RewardJob, RewardResult, Scorer
 from shardwise.rewards.judge import Judge
 from shardwise.rewards.pool import RewardPool, check_functions
-from shardwise.rewards.worker import finite_number, finite_numbers
+from shardwise.rewards.scores import finite_number, finite_numbers
+from shardwise.rewards.user_code import describe_error, load_function
 
 _FIX_IT = "Fix it"
 

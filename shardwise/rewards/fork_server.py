@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 from shardwise.config import ConfigError
 from shardwise.processes import end_group_with
 from shardwise.rewards.base import RewardFunction
-from shardwise.rewards.worker import load_with_parameters, work
+from shardwise.rewards.reward_function import load_with_parameters
+from shardwise.rewards.worker import work
 
 NUM_PIPES = 4
 """How many pipes a worker has: jobs, results, lifeline, and one for what it prints."""

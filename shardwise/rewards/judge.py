@@ -15,7 +15,8 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from shardwise.config import ConfigError, JudgeReward
-from shardwise.rewards.base import Answer, RewardJob, one_line
+from shardwise.rewards.base import Answer, RewardJob
+from shardwise.rewards.user_code import one_line
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0

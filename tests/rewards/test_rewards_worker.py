@@ -1,74 +1,49 @@
-from fractions import Fraction
+import json
+import os
+import threading
 
-import numpy as np
-import pytest
-import torch
-
-from shardwise.rewards.base import describe_error
-from shardwise.rewards.worker import judge, read_score
+from shardwise.config import ConfigError
+from shardwise.rewards.worker import work
 
 
-@pytest.mark.parametrize(
-    ("returned", "score"),
-    [
-        (0.5, 0.5),
-        (3, 3.0),
-        (True, 1.0),
-        (np.float32(0.25), 0.25),
-        (np.int64(-2), -2.0),
-        (np.bool_(True), 1.0),
-        (np.array(0.75), 0.75),
-        (torch.tensor(0.125), 0.125),
-        (Fraction(1, 4), 0.25),
-    ],
-)
-def test_read_score_takes_every_kind_of_number(returned, score):
-    assert read_score(returned) == {"score": score, "parts": {}}
-    assert read_score({"score": returned})["score"] == score
+def answers(functions, messages, *, num_answers):
+    """What a worker says to messages that are all there before it reads the first."""
+    job_read, job_write = os.pipe()
+    result_read, result_write = os.pipe()
+    os.write(job_write, b"".join(json.dumps(message).encode() + b"\n" for message in messages))
+    worker = threading.Thread(target=work, args=(functions, job_read, result_write))
+    worker.start()
+    with os.fdopen(result_read) as results:
+        assert json.loads(results.readline()) == {"ready": os.getpid()}
+        said = [json.loads(results.readline()) for _ in range(num_answers)]
+        os.close(job_write)
+        assert results.read() == ""  # the end of the jobs is its end
+    worker.join()
+    return said
 
 
-def test_read_score_of_a_dict_keeps_the_finite_numbers_as_parts():
-    returned = {"score": 1, "acc": True, "format": np.float64(0.5), "pred": "12", "loss": float("nan"), "none": None}
-    assert read_score(returned) == {"score": 1.0, "parts": {"acc": 1.0, "format": 0.5}}
+def job(number, function, value):
+    return {"job": number, "function": function, "arguments": {"value": value}}
 
 
-def test_half_a_surrogate_pair_in_what_is_returned_or_raised_reaches_no_file():
-    assert read_score({"score": 1, "is\ud800": 2}) == {"score": 1.0, "parts": {"is?": 2.0}}
-    assert read_score("\udfff")["failure"].startswith("returned the str ")
-    assert read_score({"\ud800": 1})["failure"] == 'returned a dict without "score" (its keys: ?)'
-    assert describe_error(ValueError("bad \ud800 x")) == "ValueError: bad ? x"
+def test_jobs_are_answered_in_their_order_by_the_function_they_name():
+    functions = [lambda value: value + 1, lambda value: {"score": value, "twice": 2 * value}]
+    assert answers(functions, [job(3, 0, 5), job(9, 1, 5), job(4, 0, -1)], num_answers=3) == [
+        {"job": 3, "score": 6.0, "parts": {}},
+        {"job": 9, "score": 5.0, "parts": {"twice": 10.0}},
+        {"job": 4, "score": 0.0, "parts": {}},
+    ]
 
 
-@pytest.mark.parametrize(
-    ("returned", "failure"),
-    [
-        (None, 'returned None, expected a finite number or a dict with a finite "score"'),
-        (float("nan"), "returned nan, "),
-        (float("-inf"), "returned -inf, "),
-        ("1.0", "returned the str '1.0', "),
-        ([1.0, 2.0], "returned the list [1.0, 2.0], "),
-        ((1.0,), "returned the tuple (1.0,), "),
-        (np.zeros((2, 3)), "returned a ndarray of shape (2, 3), "),
-        (torch.zeros(1), "returned a Tensor of shape (1,), "),
-        (1j, "returned the complex 1j, "),
-        (10**400, "returned 1000"),
-        ("x" * 10_000_000, "returned the str 'xxx"),
-        ({"score": None}, 'returned None as "score", '),
-        ({"score": {"score": 1}}, "returned the dict {'score': 1} as \"score\", "),
-        ({"reward": 1.0}, 'returned a dict without "score" (its keys: reward)'),
-        ({}, 'returned a dict without "score" (its keys: none)'),
-    ],
-)
-def test_f43_read_score_of_anything_else_is_a_failure_that_says_what_came(returned, failure):
-    result = read_score(returned)
-    assert result.keys() == {"failure"}
-    assert result["failure"].startswith(failure)
-    assert len(result["failure"]) < 800
+def test_a_job_is_skipped_where_the_word_comes_before_its_turn():
+    said = answers(
+        [lambda value: value], [job(1, 0, 1), job(2, 0, 2), {"skip": 2}, {"skip": 7}, job(3, 0, 3)], num_answers=2
+    )
+    assert [answer["job"] for answer in said] == [1, 3]
 
 
-def test_judge_turns_sys_exit_and_a_wrong_signature_into_failures():
-    def leaves(**_):
-        raise SystemExit(4)
+def test_a_function_that_cannot_work_on_this_machine_ends_the_worker():
+    def no_sandbox(value):
+        raise ConfigError("no namespaces here")
 
-    assert judge(leaves, {})["failure"].startswith("SystemExit: 4 (test_rewards_worker.py line ")
-    assert "unexpected keyword argument 'extra_info'" in judge(lambda solution: 1, {"extra_info": {}})["failure"]
+    assert answers([no_sandbox], [job(1, 0, 1), job(2, 0, 2)], num_answers=1) == [{"error": "no namespaces here"}]
