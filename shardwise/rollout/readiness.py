@@ -34,23 +34,33 @@ class Readiness:
         """See RolloutEngine.lacks_weights."""
         return self._unfit == _DROPPED
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine may generate."""
+        return not self._unfit
+
     def require(self) -> None:
         """Raises RuntimeError if weights have arrived but are not committed, TrainingError if sleeping dropped them."""
-        if self._unfit:
+        if not self.is_ready:
             error = TrainingError if self.lacks_weights else RuntimeError
             raise error(f"{self._name} cannot generate: {self._unfit}")
+
+    def begin_sync(self) -> None:
+        """Notes that from here on the engine may hold weights of two versions."""
+        self._unfit = "the last weight sync broke off"
 
     def arriving(
         self, weights: Iterable[tuple[str, Tensor]], missing: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors that a sync brings, and removes each from `missing`."""
+        """Yields the tensors that a sync brings, and removes each from `missing`. The sync begins with the first."""
         for name, tensor in weights:
-            self._unfit = "the last weight sync broke off"
+            self.begin_sync()
             del missing[name]
             yield name, tensor
+            del tensor  # else it would stay while the next one is gathered
 
-    def arrived(self, missing: Iterable[str]) -> None:
-        """Notes that the engine has loaded all that came; `missing` names what did not come."""
+    def arrived(self, missing: Iterable[str] = ()) -> None:
+        """Notes that the engine has all that came; `missing` names what did not come and should have."""
         names = ", ".join(missing)
         self._unfit = f"the last weight sync did not bring {names}" if names else _UNCOMMITTED
 

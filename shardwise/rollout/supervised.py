@@ -12,10 +12,9 @@ from shardwise.config import ConfigError, EngineLostError
 from shardwise.console import tell
 from shardwise.ops import ModuleTrace
 from shardwise.rollout.process import EngineProcess, ProcessLost, RequestsLost
+from shardwise.rollout.readiness import Readiness
 from shardwise.rollout.shared_weights import Form, SharedWeights, unpacked
 from shardwise.types import Completion, GenerateRequest, Images
-
-_FIT = ""
 
 
 class SupervisedEngine:
@@ -46,9 +45,7 @@ class SupervisedEngine:
         self._weights = SharedWeights([])
         self._sent: dict[str, int] = {}
         """Name -> checksum, of what `_weights` holds."""
-        self._version: int | None = 0
-        """The version that was committed last; None from the first tensor of the next one on."""
-        self._unfit = _FIT
+        self._readiness = Readiness(name, sleep_level=0)  # what sleeping drops, the memory still holds
         self._ready()
 
     @property
@@ -74,7 +71,7 @@ class SupervisedEngine:
         Raises:
             EngineLostError: too many processes were lost, or two got stuck on the same requests.
         """
-        self._require_weights()
+        self._readiness.require()
         finished: set[int] = set()
 
         def tell_once(place: int) -> None:
@@ -95,7 +92,7 @@ class SupervisedEngine:
         self, sequences: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> list[list[float]]:
         """See RolloutEngine.logprobs. Raises as `generate`."""
-        self._require_weights()
+        self._readiness.require()
         scores: list[list[float]] = self._ask(
             "logprobs", [list(sequence) for sequence in sequences], None if images is None else list(images)
         )
@@ -111,15 +108,15 @@ class SupervisedEngine:
         """Writes the tensors to the memory and, when all have come, has the process load them. A process that dies
         meanwhile is replaced by one that loads all of them; no process ever loads only a part."""
         arrived: dict[str, int] = {}
-        self._version, self._unfit = None, "the last weight sync broke off; sync the weights whole"
+        self._readiness.begin_sync()  # what comes may be received in the memory before it is told of
         for name, tensor in weights:
             place = self._weights.tensor(name)
             if tensor.data_ptr() != place.data_ptr():
                 place.copy_(tensor)
             self._sent[name] = arrived[name] = checksum(place)
             del tensor  # else it would stay while the next one is gathered
+        self._readiness.arrived()  # without those that have not changed
         if arrived:
-            self._unfit = "weights have arrived that are not committed"
             self._ask("load", arrived)
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -135,9 +132,9 @@ class SupervisedEngine:
         return found.items()
 
     def commit_weights(self, version: int) -> None:
-        """See WeightReceiver.commit_weights."""
+        """See WeightReceiver.commit_weights. Raises RuntimeError if the sync broke off."""
+        self._readiness.commit(version)
         self._ask("commit", version)
-        self._version, self._unfit = version, _FIT
 
     def sleep(self) -> None:
         """See RolloutEngine.sleep."""
@@ -147,9 +144,9 @@ class SupervisedEngine:
         """See RolloutEngine.wake. Weights that sleeping has dropped are loaded again before the engine generates. A
         process that is started later is awake from the start."""
         self._tell("wake", *parts)
-        if "kv_cache" in parts and self._sent and not self._unfit and self._ask("lacks_weights"):
+        if "kv_cache" in parts and self._sent and self._readiness.is_ready and self._ask("lacks_weights"):
             self._ask("load", self._sent)
-            self._ask("commit", self._version)
+            self._ask("commit", self._readiness.version)
 
     @property
     def lacks_weights(self) -> bool:
@@ -162,10 +159,6 @@ class SupervisedEngine:
             self._process.close()
         self._process = None
         self._weights.close()
-
-    def _require_weights(self) -> None:
-        if self._unfit:
-            raise RuntimeError(f"{self._name} cannot generate: {self._unfit}")
 
     def _ask(
         self,
@@ -225,8 +218,8 @@ class SupervisedEngine:
                 raise RuntimeError(
                     f"a new process of {self._name} serves other values of {name} than the last weight sync brought"
                 )
-        if self._version is not None:
-            process.call("commit", self._version)
+        if self._readiness.is_ready:
+            process.call("commit", self._readiness.version)
 
     def _bury(self, process: EngineProcess, method: str, lost: ProcessLost, *, is_last: bool = False) -> None:
         """Closes a lost process and records why. Raises EngineLostError unless another may take its place."""

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 
@@ -24,9 +26,27 @@ def test_nothing_is_generated_from_the_first_tensor_to_the_commit():
     readiness.arrived(missing)
     with pytest.raises(RuntimeError, match="weights have arrived that are not committed"):
         readiness.require()
+    assert not readiness.is_ready
     readiness.commit(3)
     readiness.require()
+    assert readiness.is_ready
     assert readiness.version == 3
+
+
+def test_a_tensor_that_was_taken_is_not_kept_while_the_next_one_is_made():
+    kept = []
+
+    def made():
+        for name in "ab":
+            tensor = torch.ones(1)
+            alive = weakref.ref(tensor)
+            yield name, tensor
+            del tensor
+            kept.append(alive() is not None)
+
+    for _, tensor in Readiness("the engine", sleep_level=0).arriving(made(), dict(WEIGHTS)):
+        del tensor
+    assert kept == [False, False]
 
 
 def test_a_sync_that_was_not_whole_is_not_committed_and_the_next_whole_one_is():
@@ -38,6 +58,20 @@ def test_a_sync_that_was_not_whole_is_not_committed_and_the_next_whole_one_is():
     readiness.arrived(load(readiness, "ab"))
     readiness.commit(2)
     readiness.require()
+
+
+def test_a_sync_that_has_begun_is_committed_only_where_it_has_ended():
+    readiness = Readiness("the engine", sleep_level=0)
+    readiness.begin_sync()
+    assert not readiness.is_ready
+    with pytest.raises(
+        RuntimeError, match="version 1 cannot be committed to the engine: the last weight sync broke off"
+    ):
+        readiness.commit(1)
+    readiness.arrived()
+    assert not readiness.is_ready
+    readiness.commit(1)
+    assert (readiness.is_ready, readiness.version) == (True, 1)
 
 
 def test_nothing_that_came_changes_nothing():
