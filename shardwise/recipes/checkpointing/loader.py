@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shardwise.config import ModelError
-from shardwise.recipes.checkpointing.saver import state_subfolder
+from shardwise.recipes.checkpointing.engine_files import state_subfolder
 from shardwise.recipes.engines import RemoteEngine
 
 

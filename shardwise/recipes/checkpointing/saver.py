@@ -8,15 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import ExportError, TrainingConfig
-from shardwise.controller.base import RankSilentError, WorkerGroup
+from shardwise.config import TrainingConfig
+from shardwise.controller.base import RankSilentError
 from shardwise.observability import LogFile
 from shardwise.recipes.background_call import BackgroundCall
 from shardwise.recipes.checkpointing.checkpoints import step_folder
+from shardwise.recipes.checkpointing.engine_files import EngineFiles, LiveEngines, StagedEngines
 from shardwise.recipes.checkpointing.fingerprints import Fingerprints
 from shardwise.recipes.checkpointing.manifest import write_manifest
 from shardwise.recipes.checkpointing.publishing import new_checkpoint
-from shardwise.recipes.checkpointing.resume import STATE, Beginning, write_run
+from shardwise.recipes.checkpointing.resume import Beginning, write_run
 from shardwise.recipes.checkpointing.retention import Reported, after_saving
 from shardwise.recipes.checkpointing.save_checks import check_before_saving
 from shardwise.recipes.checkpointing.save_retries import SaveRetries
@@ -100,14 +101,15 @@ class Saver:
         self._started = time.perf_counter()
         lengths = {log.name: log.num_bytes for log in logs}
         moment = _Moment(step, dict(parts), self._reported.newest, logs, lengths)
-        background = self._group.background if self._config.trainer.async_save else None
-        if background is None:
+        trainer = self._config.trainer
+        writers = self._engines[""].group.background if trainer.async_save else None
+        if writers is None:
             with self._retries.tolerate():
-                self._publish(moment, None)
+                self._publish(moment, LiveEngines(self._engines, with_state=trainer.save_state))
         else:
-            self._stage(background)
+            staged = StagedEngines(self._engines, writers, with_state=trainer.save_state)
             moment = replace(moment, parts=deepcopy(moment.parts))
-            self._pending = BackgroundCall(partial(self._publish, moment, background))
+            self._pending = BackgroundCall(partial(self._publish, moment, staged))
 
     def check(self) -> None:
         """Raises what ended a save in the background, or RankSilentError if it is late."""
@@ -136,24 +138,21 @@ class Saver:
         self.wait()
         self._retries.require_last_saved()
 
-    def _publish(self, moment: _Moment, background: WorkerGroup | None) -> None:
+    def _publish(self, moment: _Moment, engine_files: EngineFiles) -> None:
         step = moment.step
-        self._retries.retry(step, partial(self._write, moment, background))
+        self._retries.retry(step, partial(self._write, moment, engine_files))
         self._retries.note_saved()
         self.newest = Published(step, step_folder(self._run, step), time.perf_counter() - self._started)
         after_saving(self._run, step, self._config.trainer, self._reported)
 
-    def _write(self, moment: _Moment, background: WorkerGroup | None) -> None:
-        holders = self._group if background is None else background
-        check_before_saving(self._run, self._engines.values(), self._config.trainer, holders)
+    def _write(self, moment: _Moment, engine_files: EngineFiles) -> None:
+        engines, trainer = self._engines.values(), self._config.trainer
+        check_before_saving(self._run, engines, trainer, engine_files.group)
         with new_checkpoint(self._run, moment.step) as folder:
             for log in moment.logs:
                 log.sync()
-            if background is None:
-                self._write_live(folder)
-            else:
-                _write_staged(folder, background)
-            if self._config.trainer.save_state:
+            engine_files.write(folder)
+            if trainer.save_state:
                 write_run(
                     folder,
                     self._config,
@@ -163,45 +162,6 @@ class Saver:
                     begun_from=self.begun_from,
                     log_lengths=moment.log_lengths,
                 )
-            if background is None:
-                shares = self._group.call("hash_files", str(folder))
-            else:
-                shares = _results(background, "hash_files", str(folder))
-            meshes = {engine.role: asdict(engine.mesh) for engine in self._engines.values()}
+            shares = engine_files.hash_shares(folder)
+            meshes = {engine.role: asdict(engine.mesh) for engine in engines}
             write_manifest(folder, shares, step=moment.step, meshes=meshes, metrics=moment.metrics, all_finite=True)
-
-    def _write_live(self, folder: Path) -> None:
-        for name, engine in self._engines.items():
-            state = str(folder / state_subfolder(engine)) if self._config.trainer.save_state else ""
-            engine.save(str(folder / name), state=state)
-
-    def _stage(self, background: WorkerGroup) -> None:
-        background.call("clear")
-        for name, engine in self._engines.items():
-            engine.stage(name)
-        if self._config.trainer.save_state:
-            for engine in self._engines.values():
-                engine.stage_state(state_subfolder(engine))
-
-    @property
-    def _group(self) -> WorkerGroup:
-        return self._engines[""].group
-
-
-def state_subfolder(engine: RemoteEngine) -> str:
-    """Returns the folder in a checkpoint that holds the training state of an engine."""
-    return f"{STATE}/{engine.role.replace(' ', '_')}"
-
-
-def _write_staged(folder: Path, background: WorkerGroup) -> None:
-    written = _results(background, "write", str(folder))
-    _results(background, "finish", str(folder), written)
-
-
-def _results(background: WorkerGroup, method: str, *args: Any) -> list[Any]:
-    """Returns the results of a call to every rank's CheckpointWriter. Raises ExportError: it failed on a rank."""
-    outcomes = background.call(method, *args)
-    for rank, outcome in enumerate(outcomes):
-        if outcome["error"]:
-            raise ExportError(outcome["error"] if len(outcomes) == 1 else f"rank {rank}: {outcome['error']}")
-    return [outcome["result"] for outcome in outcomes]
