@@ -16,7 +16,7 @@ from shardwise.recipes.build import open_model
 from shardwise.recipes.learner import Learner
 from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.ranks import Ranks
-from shardwise.recipes.rl import build_engines, open_companions
+from shardwise.recipes.rl_models import build_engines, open_companions
 from shardwise.recipes.sampling.rollouter import Rollouter
 from shardwise.recipes.sampling.sampled_tokens import with_spans
 from shardwise.recipes.sampling.sampler import Sampler

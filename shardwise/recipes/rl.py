@@ -9,9 +9,7 @@ from shardwise.config import (
     ConfigError,
     RLConfig,
     RolloutConfig,
-    SglangRollout,
     SourceTeacherConfig,
-    VllmRollout,
     allows_other_rows,
     longest_sequence,
 )
@@ -19,14 +17,13 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.data.loader import steps_of
 from shardwise.engine import named_failures
-from shardwise.model_config import read_model_config
 from shardwise.observability import Spans
-from shardwise.recipes.build import OpenedModel, open_companion, open_model
-from shardwise.recipes.engines import build_engine
+from shardwise.recipes.build import OpenedModel, open_model
 from shardwise.recipes.evaluate import greedy_accuracy
-from shardwise.recipes.learner import Engines, Learner
+from shardwise.recipes.learner import Learner
 from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.reward_engines import build_reward_engines
+from shardwise.recipes.rl_models import Companions, build_engines, open_companions, without_media
 from shardwise.recipes.run import Run, is_finished
 from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas, warn_of_unseen_tools
 from shardwise.recipes.sampling.pipeline import Pipeline
@@ -38,21 +35,6 @@ from shardwise.recipes.sampling.sync_gate import SyncGate
 from shardwise.recipes.sync import WeightSync
 from shardwise.rewards import make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Companions:
-    """The models that read the policy's tokens, opened."""
-
-    critic: OpenedModel | None = None
-    """None: there is no critic, or it begins as the policy."""
-    teachers: Sequence[OpenedModel] = ()
-
-    @property
-    def media_token_ids(self) -> frozenset[int]:
-        """The tokens that stand for parts of images and videos to any of them."""
-        opened = [*([] if self.critic is None else [self.critic]), *self.teachers]
-        return frozenset(token_id for model in opened for token_id in model.media_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,37 +84,48 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
     if is_finished("rl", config, total_steps=inputs.total_steps):
         return
     with _built(config, ranks, inputs) as parts:
-        run, pipeline, weights = parts.run, parts.pipeline, parts.weight_sync
+        run, pipeline = parts.run, parts.pipeline
         sample_log = run.sample_log()
-        weights.sync(run.first_step - 1)
-        weights.probe(run.first_step - 1)
+        parts.weight_sync.sync(run.first_step - 1)
+        parts.weight_sync.probe(run.first_step - 1)
         pipeline.start(run.first_step)
         for step in run.steps():
             with run.spans("rollout"):
                 rollout = pipeline.take(step)
             metrics = rollout.metrics | parts.learner.learn(rollout, step, run.spans)
             parts.token_account.add(metrics)
-            validates = bool(parts.held_out) and run.should_validate(step)
-            incidents: dict[str, float] = {}
-            if validates or pipeline.takes_weights():
-                with _serving(pipeline, step, run.spans, samples=validates):
-                    with run.spans("sync"):
-                        metrics |= weights.sync(step)
-                    with run.spans("probe"):
-                        metrics |= weights.probe(step)
-                    if validates and config.reward is not None:
-                        with run.spans("validate"):
-                            metrics |= greedy_accuracy(parts.rollouter, parts.held_out, config.reward)
-                    incidents = parts.ranks.take_restarts() | weights.shares
+            of_engines, incidents = _serve_new_weights(config, parts, step)
             with named_failures(run.output_dir):
                 sample_log.append(
                     sample_rows(rollout.groups, step, parts.rollouter.prompt_text, judged=config.reward is not None)
                 )
-            is_split = parts.ranks.are_split
-            metrics |= parts.counts | _rollout_metrics(rollout.groups, config, version=step - 1, is_split=is_split)
-            if is_split:
+            metrics |= of_engines | parts.counts
+            metrics |= _rollout_metrics(rollout.groups, config, version=step - 1, is_split=ranks.are_split)
+            if ranks.are_split:
                 run.spans.add("rollout_idle", pipeline.take_idle_seconds())
             run.report(step, metrics, num_tokens=rollout.num_tokens, incidents=incidents)
+
+
+def _serve_new_weights(config: RLConfig, parts: _Parts, step: int) -> tuple[Metrics, dict[str, float]]:
+    """Has the rollout engines serve the weights of a step, unless they are better left to sample, and validates with
+    them if that is due.
+
+    Returns:
+        Metrics, and the incidents that `Run.report` takes.
+    """
+    run, weight_sync = parts.run, parts.weight_sync
+    validates = bool(parts.held_out) and run.should_validate(step)
+    if not validates and not parts.pipeline.takes_weights():
+        return {}, {}
+    with _serving(parts.pipeline, step, run.spans, samples=validates):
+        with run.spans("sync"):
+            metrics = weight_sync.sync(step)
+        with run.spans("probe"):
+            metrics |= weight_sync.probe(step)
+        if validates and config.reward is not None:
+            with run.spans("validate"):
+                metrics |= greedy_accuracy(parts.rollouter, parts.held_out, config.reward)
+        return metrics, parts.ranks.take_restarts() | weight_sync.shares
 
 
 def _open(config: RLConfig) -> _Inputs:
@@ -174,9 +167,7 @@ def _built(config: RLConfig, ranks: Ranks, inputs: _Inputs) -> Iterator[_Parts]:
     ranks.build_rollout(model.config, config.model_copy(update={"rollout": inputs.rollout}))
     learner = Learner(engines, config)
     reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers)
-    sync_gate: SyncGate | None = None
-    if config.rollout.partial and config.rollout.split is not None:
-        sync_gate = SyncGate(ranks.interrupt_sampling, timeout_seconds=config.rollout.split.timeout_seconds)
+    sync_gate = _sync_gate(config, ranks)
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,
         Rollouter(
@@ -224,6 +215,13 @@ def _built(config: RLConfig, ranks: Ranks, inputs: _Inputs) -> Iterator[_Parts]:
         )
 
 
+def _sync_gate(config: RLConfig, ranks: Ranks) -> SyncGate | None:
+    """Returns what lets new weights interrupt rollouts in flight; None: weights wait for them."""
+    if not config.rollout.partial or config.rollout.split is None:
+        return None
+    return SyncGate(ranks.interrupt_sampling, timeout_seconds=config.rollout.split.timeout_seconds)
+
+
 @contextmanager
 def _serving(pipeline: Pipeline, step: int, spans: Spans, *, samples: bool) -> Iterator[None]:
     """`Pipeline.serving`, with the wait for rollouts in flight counted in the span `rollout`, not in `sync`."""
@@ -246,38 +244,6 @@ def _rollout_metrics(groups: Sequence[RolloutGroup], config: RLConfig, *, versio
     if config.reward is not None:
         found |= reward_metrics(groups, mask_failed=config.masks_failed)
     return found
-
-
-def open_companions(config: RLConfig, policy: OpenedModel) -> Companions:
-    """Opens the companions. Raises as `open_companion`."""
-    keys, num_tokens = longest_sequence(config)
-    open_other = partial(open_companion, main=policy, keys=keys, num_tokens=num_tokens)
-    critic = None if config.critic is None else config.critic.model
-    return Companions(
-        critic=None if critic is None else open_other(critic),
-        teachers=[open_other(teacher.model) for teacher in config.teachers],
-    )
-
-
-def without_media(rollout: RolloutConfig, policy: OpenedModel, companions: Companions) -> RolloutConfig:
-    """Returns the rollout config with the companions' media tokens banned too; the engine bans the policy's itself.
-
-    Raises:
-        ConfigError: the engine may draw them.
-    """
-    vocab_size = read_model_config(policy.folder).get_text_config().vocab_size
-    others = companions.media_token_ids.difference(policy.media_token_ids, rollout.bad_token_ids)
-    banned = sorted(token_id for token_id in others if token_id < vocab_size)
-    if not banned:
-        return rollout
-    engine = rollout.engine
-    if isinstance(engine, SglangRollout) or (isinstance(engine, VllmRollout) and rollout.temperature != 1):
-        raise ConfigError(
-            f"{policy.tokenizer.convert_ids_to_tokens(banned[0])} stands for parts of images to critic.model or a "
-            f"teacher, and engine={engine.type} with rollout.temperature={rollout.temperature:g} gives logprobs of the "
-            "policy only if it may draw every token; use rollout.engine=embedded, or vllm with rollout.temperature=1"
-        )
-    return rollout.model_copy(update={"bad_token_ids": [*rollout.bad_token_ids, *banned]})
 
 
 def _read_data(
@@ -325,63 +291,3 @@ def require_teachers(teachers: Sequence[SourceTeacherConfig], sources: Sequence[
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
-
-
-def build_engines(
-    config: RLConfig,
-    model: OpenedModel,
-    group: WorkerGroup,
-    total_steps: int,
-    companions: Companions,
-) -> Engines:
-    """Builds an engine for every model that the algorithm needs.
-
-    Args:
-        model: the policy.
-        companions: the companions that the config names.
-    """
-    algorithm, temperature, seed = config.algorithm, config.rollout.temperature, config.trainer.seed
-    num_waiting = 0 if config.critic is None else config.critic.critic_warmup_steps
-    if config.critic is not None:
-        try:
-            config.critic.require_policy_steps(total_steps)
-        except ValueError as error:  # how many steps an epoch has is known only here
-            raise ConfigError(str(error)) from None
-    policy = build_engine(
-        group,
-        "policy",
-        model.config,
-        config.engine,
-        optimizer=config.trainer.optimizer_config(),
-        total_steps=(total_steps - num_waiting) * algorithm.num_updates,
-        seed=seed,
-        temperature=temperature,
-    )
-    policy.use_loss("policy", algorithm, kl_coef=algorithm.kl_coef)
-    engines = Engines(policy)
-    if algorithm.kl_coef > 0 and config.engine.lora is None:  # else the reference is the policy without its adapter
-        engines.reference = build_engine(
-            group, "reference", model.config, config.reference_layout(), temperature=temperature
-        )
-    if config.critic is not None:
-        engines.critic = build_engine(
-            group,
-            "critic",
-            (model if companions.critic is None else companions.critic).config,
-            config.critic_layout(),
-            head="token_values",
-            optimizer=config.critic.optimizer,
-            optimizer_key="critic.optimizer",
-            total_steps=total_steps * algorithm.num_updates,
-            seed=seed,
-        )
-        engines.critic.use_loss("value", config.critic)
-    for number, (teacher, opened) in enumerate(zip(config.teachers, companions.teachers, strict=True)):
-        engines.teachers[teacher.data_source] = build_engine(
-            group,
-            f"teacher {number}",
-            opened.config,
-            config.teacher_layout(teacher),
-            temperature=temperature,
-        )
-    return engines

@@ -3,11 +3,13 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from shardwise.config import EngineConfig, ModelConfig
 from shardwise.controller.local import RankGroup
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
+from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.rank.worker import Worker
@@ -26,6 +28,22 @@ def model_folder(tmp_path_factory):
         folder, tokenizer=tokenizer, hidden_size=32, num_layers=2, intermediate_size=64, max_position_embeddings=96
     )
     return folder
+
+
+MEDIA = {"policy": ["1"], "critic": ["6"], "teacher": ["7"]}
+"""The texts that stand for images to the model in the folder of this name."""
+
+
+@pytest.fixture
+def media_folder(model_folder, tmp_path, monkeypatch):
+    """Folder of a model by its name in MEDIA."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    monkeypatch.setattr(
+        OpenedModel,
+        "media_token_ids",
+        property(lambda model: tokenizer.convert_tokens_to_ids(MEDIA[model.folder.name])),
+    )
+    return lambda name: str(shutil.copytree(model_folder, tmp_path / name, dirs_exist_ok=True))
 
 
 @pytest.fixture

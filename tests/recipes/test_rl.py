@@ -1,191 +1,13 @@
-"""Which engines a run of reinforcement learning has."""
+"""What a run of reinforcement learning refuses, and what its models let it draw."""
 
 import json
-import shutil
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
-from shardwise.config import (
-    AlgorithmConfig,
-    ConfigError,
-    CriticConfig,
-    DataError,
-    ModelConfig,
-    OptimizerConfig,
-    RLConfig,
-    RolloutConfig,
-    SourceTeacherConfig,
-)
+from shardwise.config import ConfigError, DataError, ModelConfig, RLConfig, SourceTeacherConfig
 from shardwise.recipes import build, rl
-from shardwise.recipes.build import OpenedModel, open_model
-from shardwise.recipes.rl import Companions, build_engines, open_companions, require_teachers, train, without_media
-
-
-def config(*, tree=None, **algorithm) -> RLConfig:
-    whole = {
-        "model": {"path": "m"},
-        "data": {"train_files": "t.jsonl", "max_prompt_tokens": 100},
-        "reward": {"functions": "a:b"},
-        "algorithm": algorithm,
-        "engine": {"max_tokens_per_micro_batch": 512, "ulysses_size": 2},
-        "rollout": {"temperature": 0.6},
-        "trainer": {"learning_rate": 0.125, "seed": 3},
-    }
-    return RLConfig.parse(whole | (tree or {}), origin="test")
-
-
-@pytest.fixture
-def built(fake_group, monkeypatch):
-    """(engines, group): what was built for a config, in a run of 10 steps on 2 ranks."""
-
-    def opened(model, *, main, keys, num_tokens):
-        assert (main.config.path, num_tokens) == ("m", 100 + 256)
-        return SimpleNamespace(config=ModelConfig(path=f"opened {model.path}"))
-
-    monkeypatch.setattr(rl, "open_companion", opened)
-
-    def build(settings):
-        sizes = {"policy": 7_000_000, "critic": 5_000_000}
-        group = fake_group(2, build_engine=lambda rank, role, *_: (sizes.get(role, 9), sizes.get(role, 0), 100 + rank))
-        model = SimpleNamespace(config=ModelConfig(path="m"))
-        return build_engines(settings, model, group, 10, open_companions(settings, model)), group
-
-    return build
-
-
-def engines_of(group):
-    """By role: (model, layout, head, optimizer or None, steps of the schedule, seed, temperature)."""
-    calls = [call[1:] for call in group.calls if call[0] == "build_engine"]
-    found = {}
-    for role, sent, *trained in calls:
-        source = json.loads(sent)
-        optimizer, total_steps, with_trained = trained or (None, 1, True)
-        assert with_trained == (optimizer is None), "trained weights may be those of a checkpoint"
-        found[role] = (
-            source["model"]["path"],
-            source["layout"],
-            source["head"],
-            None if optimizer is None else OptimizerConfig.model_validate_json(optimizer),
-            total_steps,
-            source["seed"],
-            source["temperature"],
-        )
-    return found
-
-
-LORA = {"engine": {"max_tokens_per_micro_batch": 512, "lora": {"rank": 4}}}
-GAE = {"tree": {"critic": {}}, "advantage": "gae"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "roles"),
-    [
-        ({}, ["policy"]),
-        ({"kl_coef": 0.1}, ["policy", "reference"]),
-        ({"kl_coef": 0.1, "kl_in": "reward"}, ["policy", "reference"]),
-        ({"kl_coef": 0.1, "tree": LORA}, ["policy"]),
-        (GAE, ["policy", "critic"]),
-        (GAE | {"kl_coef": 0.1}, ["policy", "reference", "critic"]),
-        (
-            {"advantage": "distill", "tree": {"teachers": [{"model": {"path": "t"}, "data_source": "a"},
-                                                             {"model": {"path": "u"}}]}},
-            ["policy", "teacher 0", "teacher 1"],
-        ),
-    ],
-)  # fmt: skip
-def test_engines_are_those_that_the_algorithm_needs(built, settings, roles):
-    engines, group = built(config(**settings))
-    assert list(engines_of(group)) == roles
-    assert sorted(engine.role for engine in (*engines.saved.values(), *engines.frozen)) == sorted(roles)
-    assert (engines.reference is None) == ("reference" not in roles)
-    assert (engines.critic is None) == ("critic" not in roles)
-    assert {source: engine.role for source, engine in engines.teachers.items()} == (
-        {"a": "teacher 0", None: "teacher 1"} if "teacher 0" in roles else {}
-    )
-
-
-def test_the_policy_is_trained_and_its_schedule_counts_optimizer_steps(built):
-    settings = config(num_minibatches=2, num_epochs=3)
-    engines, group = built(settings)
-    assert engines_of(group)["policy"] == (
-        *("m", settings.engine.model_dump(mode="json"), "logprobs", settings.trainer.optimizer_config()),
-        *(60, 3, 0.6),
-    )
-    assert engines.policy.size == "7.0M parameters"
-    assert engines.policy.num_bytes_read == 101
-    assert engines.policy.layout == settings.engine
-
-
-def test_the_reference_is_the_policys_model_frozen_in_its_own_layout(built):
-    _, group = built(config(kl_coef=0.1))
-    model, layout, head, optimizer, *_, temperature = engines_of(group)["reference"]
-    assert (model, head, optimizer, temperature) == ("m", "logprobs", None, 0.6)
-    assert (layout["strategy"], layout["ulysses_size"]) == ("fsdp2_infer", 2)
-    _, group = built(config(kl_coef=0.1, tree={"reference": {"max_tokens_per_micro_batch": 600}}))
-    assert engines_of(group)["reference"][1]["max_tokens_per_micro_batch"] == 600
-
-
-def test_the_critic_has_a_head_an_optimizer_and_a_layout_of_its_own(built):
-    settings = config(**GAE, num_minibatches=2)
-    _, group = built(settings)
-    assert engines_of(group)["critic"] == (
-        "m", settings.engine.model_dump(mode="json"), "token_values", OptimizerConfig(), 20, 3, 1.0
-    )  # fmt: skip
-    critic = {
-        "model": {"path": "c"},
-        "optimizer": {"learning_rate": 0.5},
-        "engine": {"max_tokens_per_micro_batch": 700},
-        "value_loss": {"clip": 0.25},
-    }
-    _, group = built(config(advantage="gae", num_epochs=2, tree={"critic": critic}))
-    model, layout, head, optimizer, *_ = engines_of(group)["critic"]
-    assert (model, head, layout["max_tokens_per_micro_batch"]) == ("opened c", "token_values", 700)
-    assert optimizer == OptimizerConfig(learning_rate=0.5)
-    (bound,) = [call for call in group.calls if call[:2] == ("use_loss", "critic")]
-    assert (bound[2], CriticConfig.model_validate_json(bound[3]).value_loss.clip, bound[4]) == ("value", 0.25, {})
-
-
-def test_a_critic_beside_adapters_has_none_itself(built):
-    _, group = built(config(advantage="gae", tree=LORA | {"critic": {}}))
-    assert engines_of(group)["policy"][1]["lora"]["rank"] == 4
-    assert engines_of(group)["critic"][1]["lora"] is None
-
-
-def test_teachers_are_frozen_models_of_their_own_at_the_policys_temperature(built):
-    teachers = [{"model": {"path": "t"}, "engine": {"max_tokens_per_micro_batch": 800}}]
-    _, group = built(config(advantage="distill", tree={"teachers": teachers}))
-    model, layout, head, optimizer, *_, temperature = engines_of(group)["teacher 0"]
-    assert (model, head, optimizer, temperature) == ("opened t", "logprobs", None, 0.6)
-    assert (layout["strategy"], layout["max_tokens_per_micro_batch"]) == ("fsdp2_infer", 800)
-
-
-def test_the_policys_loss_is_bound_with_the_coefficient(built):
-    settings = config(kl_coef=0.25)
-    _, group = built(settings)
-    (bound,) = [call for call in group.calls if call[0] == "use_loss"]
-    assert bound[1:3] == ("policy", "policy")
-    assert AlgorithmConfig.model_validate_json(bound[3]) == settings.algorithm
-    assert bound[4] == {"kl_coef": 0.25}
-
-
-MEDIA = {"policy": ["1"], "critic": ["6"], "teacher": ["7"]}
-"""The texts that stand for images to the model in the folder of this name."""
-
-
-@pytest.fixture
-def opened(model_folder, tmp_path, monkeypatch):
-    """Folder of a model by its name in MEDIA."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    monkeypatch.setattr(
-        OpenedModel,
-        "media_token_ids",
-        property(lambda model: tokenizer.convert_tokens_to_ids(MEDIA[model.folder.name])),
-    )
-    return lambda name: str(shutil.copytree(model_folder, tmp_path / name, dirs_exist_ok=True))
-
+from shardwise.recipes.rl import require_teachers, train
 
 BESIDE = {
     "critic": lambda path: {"critic": {"model": {"path": path}}, "algorithm": {"advantage": "gae"}},
@@ -193,10 +15,10 @@ BESIDE = {
 }
 
 
-def run_with(opened, tmp_path, name, files, **rollout):
+def run_with(media_folder, tmp_path, name, files, **rollout):
     """The config of a run with one model beside the policy."""
     tree = {
-        "model": {"path": opened("policy")},
+        "model": {"path": media_folder("policy")},
         "data": {
             "train_files": files,
             "max_prompt_tokens": 16,
@@ -208,17 +30,17 @@ def run_with(opened, tmp_path, name, files, **rollout):
         "rollout": {"num_prompts": 1, "max_response_tokens": 8} | rollout,
         "trainer": {"total_steps": 1, "output_dir": str(tmp_path / "run")},
     }
-    return RLConfig.parse(tree | BESIDE[name](opened(name)), origin="test")
+    return RLConfig.parse(tree | BESIDE[name](media_folder(name)), origin="test")
 
 
 @pytest.mark.parametrize(("name", "spelt"), [("critic", "6"), ("teacher", "7"), ("critic", "1")])
 def test_rows_may_not_spell_what_stands_for_images_to_a_model_that_reads_them(
-    fake_group, opened, write_jsonl, tmp_path, name, spelt
+    fake_group, media_folder, write_jsonl, tmp_path, name, spelt
 ):
     files = write_jsonl("rows.jsonl", [{"prompt": f"2+{spelt}=", "a": "0"}])
     group = fake_group(1)
     with pytest.raises(DataError, match=f"^rows.jsonl line 1: the text spells '{spelt}', by which the model knows"):
-        train(run_with(opened, tmp_path, name, files), group)
+        train(run_with(media_folder, tmp_path, name, files), group)
     assert "build_engine" not in group.methods
 
 
@@ -228,9 +50,9 @@ class Stop(Exception):
 
 @pytest.mark.parametrize(("name", "banned"), [("critic", "6"), ("teacher", "7")])
 def test_what_stands_for_images_to_a_model_beside_the_policy_is_neither_drawn_nor_brought_in(
-    fake_group, opened, write_jsonl, tmp_path, monkeypatch, name, banned
+    fake_group, media_folder, write_jsonl, tmp_path, monkeypatch, name, banned
 ):
-    """Each model is opened once."""
+    """Each model is media_folder once."""
     (tmp_path / "rules.py").write_text("def score(**_): return 0.0\n")
     found, paths, open_folder = {}, [], build.open_model
 
@@ -248,35 +70,12 @@ def test_what_stands_for_images_to_a_model_beside_the_policy_is_neither_drawn_no
     group = fake_group(1, build_engine=lambda *_: (9, 9, 9))
     files = write_jsonl("rows.jsonl", [{"prompt": "2+3=", "a": "0"}])
     with pytest.raises(Stop):
-        train(run_with(opened, tmp_path, name, files, bad_token_ids=[3]), group)
-    ids = AutoTokenizer.from_pretrained(opened("policy")).convert_tokens_to_ids
+        train(run_with(media_folder, tmp_path, name, files, bad_token_ids=[3]), group)
+    ids = AutoTokenizer.from_pretrained(media_folder("policy")).convert_tokens_to_ids
     assert found["media"] == {ids("1"), ids(banned)}
     (sent,) = (json.loads(call[2]) for call in group.calls if call[0] == "build_rollout")
     assert sent["bad_token_ids"] == [3, ids(banned)]  # engines ban those of the policy themselves
-    assert paths == [opened("policy"), opened(name)]
-
-
-@pytest.mark.parametrize(
-    ("rollout", "is_refused"),
-    [
-        ({"engine": "vllm"}, False),
-        ({"engine": "vllm", "temperature": 0.7}, True),
-        ({"engine": "sglang"}, True),
-        ({"temperature": 0.7}, False),
-    ],
-)
-def test_engines_that_cannot_leave_them_out_are_refused(opened, rollout, is_refused):
-    policy, critic = (open_model(ModelConfig(path=opened(name))) for name in ("policy", "critic"))
-    settings = RolloutConfig(**rollout)
-    assert without_media(settings, policy, Companions()) == settings
-    assert without_media(settings, policy, Companions(critic=policy)) == settings
-    with pytest.raises(ConfigError) if is_refused else nullcontext() as error:
-        without_media(settings, policy, Companions(teachers=[critic]))
-    if is_refused:
-        assert str(error.value).startswith(
-            f"6 stands for parts of images to critic.model or a teacher, and engine={rollout['engine']} with "
-            f"rollout.temperature={settings.temperature:g} gives logprobs of the policy only if it may draw every token"
-        )
+    assert paths == [media_folder("policy"), media_folder(name)]
 
 
 def teachers(*sources):

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from shardwise.controller.launch import die_with_launcher, is_launched
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.neighbours import watching_neighbour
 from shardwise.controller.peers import watched_by_peers
-from shardwise.controller.process_group import Rank, connect, open_store, process_group
+from shardwise.controller.process_group import Connections, Rank, connect, open_store, process_group
 from shardwise.controller.signals import pass_on, stop_signals
 from shardwise.controller.stall import RankStalledError, StallLimit, watching_itself, with_own_stacks
 from shardwise.controller.watchdog import REPORTS, be_watched
@@ -65,8 +66,7 @@ def run_rank(
     quiet_libraries()
     rank = Rank.from_environment()
     be_watched(rank.rank)
-    note: Callable[[BaseException], int] = partial(note_failure, rank=rank.rank)
-    react: Callable[[int], None] = pass_on
+    reactions = _Reactions(partial(note_failure, rank=rank.rank), pass_on)
     code = 0
     with ExitStack() as stack:
         try:
@@ -80,10 +80,10 @@ def run_rank(
             is_unwatched = rank.world_size > 1 and not is_launched()
             if is_unwatched:
                 peers = stack.enter_context(watched_by_peers(rank, store, reports, timeout_seconds=timeout_seconds))
-                note, react = peers.note_failure, peers.pass_on
+                reactions = _Reactions(peers.note_failure, peers.pass_on)
                 require_same_identity(rank, store, identity_of(config, rank))
             if rank.rank == 0 and not is_launched():
-                end = partial(_end_stalled, note, reports, is_alone=rank.world_size == 1)
+                end = partial(_end_stalled, reactions.note, reports, is_alone=rank.world_size == 1)
                 stack.enter_context(watching_itself(stall, end))
             control = stack.enter_context(
                 process_group(
@@ -99,24 +99,18 @@ def run_rank(
             if is_unwatched:
                 stack.enter_context(watching_neighbour(rank, links, store, timeout_seconds=timeout_seconds))
             beside = BackgroundWorker(rank.rank, links)
-            worker = Worker(
-                device,
-                join_medium=_medium_of(rank, split, store, device, run=output_dir, timeout_seconds=timeout_seconds),
-                writer=beside,
-                interruption=beside.interruption,
+            join_medium = _medium_of(rank, split, store, device, run=output_dir, timeout_seconds=timeout_seconds)
+            worker = Worker(device, join_medium=join_medium, writer=beside, interruption=beside.interruption)
+            if rank.rank > 0:
+                _serve(worker, control, beside, links, reactions)
+                return 0
+            background = RankGroup(
+                beside, links, timeout_seconds=save_seconds, timeout_key="trainer.save_timeout_seconds"
             )
-            if rank.rank == 0:
-                background = RankGroup(
-                    beside, links, timeout_seconds=save_seconds, timeout_key="trainer.save_timeout_seconds"
-                )
-                return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background))
-            working = serve_in_background(beside, links, partial(_end, note))
-            with stop_signals(react):
-                serve(worker, control)
-                working.join()
+            return _lead(recipe, RankGroup(worker, control, timeout_seconds=timeout_seconds, background=background))
         except (Exception, SystemExit) as error:  # the one place where a rank's failure becomes an exit code
             # Noted before the group is left: that closes the connections, whereupon the other ranks fail too.
-            code = note(error)
+            code = reactions.note(error)
             if rank.rank > 0:
                 os._exit(code)  # the thread that serves in the background may be in a library, which would abort
     if code and rank.world_size > 1:  # so may one of rank 0 that asks another rank
@@ -124,6 +118,27 @@ def run_rank(
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+@dataclass(frozen=True, slots=True)
+class _Reactions:
+    """What this rank does about a failure of its own and about signals to it."""
+
+    note: Callable[[BaseException], int]
+    """Notes a failure where the job looks for it, and returns this process's exit code."""
+    pass_on: Callable[[int], None]
+    """Passes a signal on to rank 0."""
+
+
+def _serve(
+    worker: Worker, control: Connections, beside: BackgroundWorker, links: Connections, reactions: _Reactions
+) -> None:
+    """Serves the calls of rank 0 until it shuts its groups down: those to the worker, and in a thread those to what
+    works beside it."""
+    working = serve_in_background(beside, links, partial(_end, reactions.note))
+    with stop_signals(reactions.pass_on):
+        serve(worker, control)
+        working.join()
 
 
 def _lead(recipe: Callable[[RankGroup], None], group: RankGroup) -> int:

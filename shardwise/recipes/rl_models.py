@@ -1,0 +1,125 @@
+"""The models of a run of reinforcement learning: opened, held to each other, and built as engines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from shardwise.config import ConfigError, RLConfig, RolloutConfig, SglangRollout, VllmRollout, longest_sequence
+from shardwise.controller.base import WorkerGroup
+from shardwise.model_config import read_model_config
+from shardwise.recipes.build import OpenedModel, open_companion
+from shardwise.recipes.engines import RemoteEngine, build_engine
+from shardwise.recipes.learner import Engines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companions:
+    """The models that read the policy's tokens, opened."""
+
+    critic: OpenedModel | None = None
+    """None: there is no critic, or it begins as the policy."""
+    teachers: Sequence[OpenedModel] = ()
+
+    @property
+    def media_token_ids(self) -> frozenset[int]:
+        """The tokens that stand for parts of images and videos to any of them."""
+        opened = [*([] if self.critic is None else [self.critic]), *self.teachers]
+        return frozenset(token_id for model in opened for token_id in model.media_token_ids)
+
+
+def open_companions(config: RLConfig, policy: OpenedModel) -> Companions:
+    """Opens the companions. Raises as `open_companion`."""
+    keys, num_tokens = longest_sequence(config)
+    open_other = partial(open_companion, main=policy, keys=keys, num_tokens=num_tokens)
+    critic = None if config.critic is None else config.critic.model
+    return Companions(
+        critic=None if critic is None else open_other(critic),
+        teachers=[open_other(teacher.model) for teacher in config.teachers],
+    )
+
+
+def without_media(rollout: RolloutConfig, policy: OpenedModel, companions: Companions) -> RolloutConfig:
+    """Returns the rollout config with the companions' media tokens banned too; the engine bans the policy's itself.
+
+    Raises:
+        ConfigError: the engine may draw them.
+    """
+    vocab_size = read_model_config(policy.folder).get_text_config().vocab_size
+    others = companions.media_token_ids.difference(policy.media_token_ids, rollout.bad_token_ids)
+    banned = sorted(token_id for token_id in others if token_id < vocab_size)
+    if not banned:
+        return rollout
+    engine = rollout.engine
+    if isinstance(engine, SglangRollout) or (isinstance(engine, VllmRollout) and rollout.temperature != 1):
+        raise ConfigError(
+            f"{policy.tokenizer.convert_ids_to_tokens(banned[0])} stands for parts of images to critic.model or a "
+            f"teacher, and engine={engine.type} with rollout.temperature={rollout.temperature:g} gives logprobs of the "
+            "policy only if it may draw every token; use rollout.engine=embedded, or vllm with rollout.temperature=1"
+        )
+    return rollout.model_copy(update={"bad_token_ids": [*rollout.bad_token_ids, *banned]})
+
+
+def build_engines(
+    config: RLConfig, model: OpenedModel, group: WorkerGroup, total_steps: int, companions: Companions
+) -> Engines:
+    """Builds an engine for every model that the algorithm needs.
+
+    Args:
+        model: the policy.
+        total_steps: steps of the run.
+        companions: the companions that the config names.
+    Raises:
+        ConfigError: the run has too few steps for critic.critic_warmup_steps.
+    """
+    temperature = config.rollout.temperature
+    if config.critic is not None:
+        try:
+            config.critic.require_policy_steps(total_steps)
+        except ValueError as error:  # how many steps an epoch has is known only here
+            raise ConfigError(str(error)) from None
+    engines = Engines(_build_policy(config, model, group, total_steps))
+    if config.algorithm.kl_coef > 0 and config.engine.lora is None:  # else it is the policy without its adapter
+        engines.reference = build_engine(
+            group, "reference", model.config, config.reference_layout(), temperature=temperature
+        )
+    if config.critic is not None:
+        critic = model if companions.critic is None else companions.critic
+        engines.critic = _build_critic(config, critic, group, total_steps)
+    for number, (teacher, opened) in enumerate(zip(config.teachers, companions.teachers, strict=True)):
+        engines.teachers[teacher.data_source] = build_engine(
+            group, f"teacher {number}", opened.config, config.teacher_layout(teacher), temperature=temperature
+        )
+    return engines
+
+
+def _build_policy(config: RLConfig, model: OpenedModel, group: WorkerGroup, total_steps: int) -> RemoteEngine:
+    num_waiting = 0 if config.critic is None else config.critic.critic_warmup_steps
+    policy = build_engine(
+        group,
+        "policy",
+        model.config,
+        config.engine,
+        optimizer=config.trainer.optimizer_config(),
+        total_steps=(total_steps - num_waiting) * config.algorithm.num_updates,
+        seed=config.trainer.seed,
+        temperature=config.rollout.temperature,
+    )
+    policy.use_loss("policy", config.algorithm, kl_coef=config.algorithm.kl_coef)
+    return policy
+
+
+def _build_critic(config: RLConfig, model: OpenedModel, group: WorkerGroup, total_steps: int) -> RemoteEngine:
+    assert config.critic is not None
+    critic = build_engine(
+        group,
+        "critic",
+        model.config,
+        config.critic_layout(),
+        head="token_values",
+        optimizer=config.critic.optimizer,
+        optimizer_key="critic.optimizer",
+        total_steps=total_steps * config.algorithm.num_updates,
+        seed=config.trainer.seed,
+    )
+    critic.use_loss("value", config.critic)
+    return critic
