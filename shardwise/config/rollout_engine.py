@@ -24,25 +24,10 @@ class EngineProcessConfig(Config):
     sent is sent once more, to another process; if that fails in the same way, the run ends and names the rows."""
 
 
-class EmbeddedRollout(Choice):
-    """Shardwise's own batched generation, on every rank that samples."""
+class _RolloutEngine(Choice):
+    """What recipes ask the config of any engine."""
 
     tag: ClassVar[str] = "type"
-    type: Literal["embedded"] = "embedded"
-    """embedded: Shardwise's own batched generation; vllm: a vLLM engine on each rank that samples; sglang: an SGLang
-    server beside each of them. The name alone stands for the defaults."""
-    compile_decode: bool = False
-    """torch.compile the forward pass of a decode step; on a CPU attention and logits then have kernels of their own, in
-    which each row costs only as much as it is long. The first batch is slow, later ones are faster; on a CPU it needs a
-    C++ compiler. A single row is not compiled. Tokens and logprobs stay the same except for rounding."""
-    sleep_level: Literal[0, 1] = 0
-    """Where the engine's weights are while the trainer computes: 0 on the device, 1 in pinned host memory.
-    Needs an accelerator."""
-    allow_unproven: bool = False
-    """Allow a family that docs/models.md does not list as proven for this engine. What is known to be computed wrong
-    stays refused."""
-    process: EngineProcessConfig | None = None
-    """Run the engine in a process of its own, which is replaced where it dies or hangs; null runs it in its rank's."""
 
     @property
     def context_limit(self) -> tuple[str, int] | None:
@@ -61,10 +46,41 @@ class EmbeddedRollout(Choice):
         return 1
 
 
-class VllmRollout(Choice):
+class _CachingEngine(_RolloutEngine):
+    """Engines that keep a prefix cache."""
+
+    enable_prefix_caching: bool = True
+    """Compute a beginning that prompts share only once; this is how the completions of a group share their prompt."""
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """See `_RolloutEngine.keeps_prefixes`."""
+        return self.enable_prefix_caching
+
+
+class EmbeddedRollout(_RolloutEngine):
+    """Shardwise's own batched generation, on every rank that samples."""
+
+    type: Literal["embedded"] = "embedded"
+    """embedded: Shardwise's own batched generation; vllm: a vLLM engine on each rank that samples; sglang: an SGLang
+    server beside each of them. The name alone stands for the defaults."""
+    compile_decode: bool = False
+    """torch.compile the forward pass of a decode step; on a CPU attention and logits then have kernels of their own, in
+    which each row costs only as much as it is long. The first batch is slow, later ones are faster; on a CPU it needs a
+    C++ compiler. A single row is not compiled. Tokens and logprobs stay the same except for rounding."""
+    sleep_level: Literal[0, 1] = 0
+    """Where the engine's weights are while the trainer computes: 0 on the device, 1 in pinned host memory.
+    Needs an accelerator."""
+    allow_unproven: bool = False
+    """Allow a family that docs/models.md does not list as proven for this engine. What is known to be computed wrong
+    stays refused."""
+    process: EngineProcessConfig | None = None
+    """Run the engine in a process of its own, which is replaced where it dies or hangs; null runs it in its rank's."""
+
+
+class VllmRollout(_CachingEngine):
     """A vLLM engine on each rank that samples; see docs/rollout.md."""
 
-    tag: ClassVar[str] = "type"
     type: Literal["vllm"] = "vllm"
     """vllm: a vLLM engine on each rank that samples."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -74,8 +90,6 @@ class VllmRollout(Choice):
     """The most tokens in one forward pass; null leaves it to vLLM."""
     enable_chunked_prefill: bool = True
     """Compute long prompts in pieces, between the decoding of other rows."""
-    enable_prefix_caching: bool = True
-    """Compute a beginning that prompts share only once; this is how the completions of a group share their prompt."""
     sleep_level: Literal[0, 1, 2] = 0
     """What vLLM frees on the device while the trainer computes. 0: nothing. 1: its cache, and its weights move to the
     host. 2: its cache and its weights, which the next weight sync brings back. CUDA only."""
@@ -101,17 +115,12 @@ class VllmRollout(Choice):
 
     @property
     def context_limit(self) -> tuple[str, int] | None:
-        """See `EmbeddedRollout.context_limit`."""
+        """See `_RolloutEngine.context_limit`."""
         return _limit_in(self.args, "max_model_len")
 
     @property
-    def keeps_prefixes(self) -> bool:
-        """See `EmbeddedRollout.keeps_prefixes`."""
-        return self.enable_prefix_caching
-
-    @property
     def ranks_per_engine(self) -> int:
-        """See `EmbeddedRollout.ranks_per_engine`."""
+        """See `_RolloutEngine.ranks_per_engine`."""
         return self.tensor_parallel_size if self.process is None else 1
 
     @property
@@ -120,10 +129,9 @@ class VllmRollout(Choice):
         return self.tensor_parallel_size > self.ranks_per_engine
 
 
-class SglangRollout(Choice):
+class SglangRollout(_CachingEngine):
     """An SGLang server beside each rank that samples, on its device; see docs/rollout.md."""
 
-    tag: ClassVar[str] = "type"
     process: ClassVar[None] = None
     """None, as SGLang has processes of its own anyway."""
     type: Literal["sglang"] = "sglang"
@@ -133,8 +141,6 @@ class SglangRollout(Choice):
     trainer's; null is the trainer's own."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """The share of the device's memory that SGLang takes for weights and cache; the rest is the trainer's."""
-    enable_prefix_caching: bool = True
-    """Compute a beginning that prompts share only once; this is how the completions of a group share their prompt."""
     sleep_level: Literal[0, 1, 2] = 0
     """What SGLang frees on the device while the trainer computes. 0: nothing. 1: its cache, and its weights move to the
     host. 2: its cache and its weights, which the next weight sync brings back."""
@@ -151,18 +157,8 @@ class SglangRollout(Choice):
 
     @property
     def context_limit(self) -> tuple[str, int] | None:
-        """See `EmbeddedRollout.context_limit`."""
+        """See `_RolloutEngine.context_limit`."""
         return _limit_in(self.args, "context_length")
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        """See `EmbeddedRollout.keeps_prefixes`."""
-        return self.enable_prefix_caching
-
-    @property
-    def ranks_per_engine(self) -> int:
-        """See `EmbeddedRollout.ranks_per_engine`."""
-        return 1
 
 
 def _limit_in(args: dict[str, Any], key: str) -> tuple[str, int] | None:
