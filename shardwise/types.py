@@ -1,5 +1,5 @@
-"""The data types that every folder shares (prompts, completions, samples, batches, metrics), and the two protocols of
-a weight sync: WeightSender (engine) and WeightReceiver (rollout).
+"""The data types that every folder shares (prompts, completions, samples, batches, metrics), and the protocols
+between them: WeightSender (engine) and WeightReceiver (rollout) of a weight sync, Connections between ranks.
 
 Shape letters: L tokens of one sequence, T tokens of one packed batch, S sequences of one packed batch.
 Every per-token array is aligned with the token it scores; position 0 of a sequence has no prediction and is never
@@ -13,6 +13,7 @@ from itertools import compress
 from typing import Any, Literal, Protocol, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.uploads import to_device
@@ -492,3 +493,17 @@ class WeightReceiver(Protocol):
     def commit_weights(self, version: int) -> None:
         """Ends the sync: from here on completions carry `version`, and nothing computed with other weights (prefix
         caches) is used again."""
+
+
+class Connections(Protocol):
+    """Connections from every rank to every other, addressed by rank: the part of torch's process groups that needs no
+    registration, such as a ProcessGroupGloo of its own."""
+
+    def size(self) -> int:
+        """Returns the number of ranks."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Begins to send one tensor."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
+        """Begins to receive one tensor."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from shardwise.codec import decode, encode
 from shardwise.config import ExportError
 from shardwise.controller.base import RankSilentError
-from shardwise.controller.process_group import Connections
 from shardwise.controller.watchdog import commanded, enter_service, enter_step
 from shardwise.fault_plan import plan
+from shardwise.types import Connections
 
 _SHUTDOWN = ""
 _FOR_AS_LONG_AS_IT_TAKES = timedelta(days=30)

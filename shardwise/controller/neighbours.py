@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.controller.failures import Failure
-from shardwise.controller.process_group import Connections, Rank, another_connection
+from shardwise.controller.process_group import Rank, another_connection
 from shardwise.controller.roll_call import RollCall
+from shardwise.types import Connections
 
 _FAREWELL_TAG = 2
 """The same connections carry commands with tag 0 and shards for a checkpoint with tag 1."""

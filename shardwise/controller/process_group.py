@@ -5,29 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import torch.distributed as dist
-from torch import Tensor
 
 from shardwise.config import ConfigError
 from shardwise.controller.attempts import join_attempt
 from shardwise.controller.launch import STORE_VARIABLE
+from shardwise.types import Connections
 
 _CONTROL_TIMEOUT = timedelta(days=30)
-
-
-class Connections(Protocol):
-    """The connections that carry commands: the part of torch's process groups that needs no registration."""
-
-    def size(self) -> int:
-        """Returns the number of ranks."""
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Begins to send one tensor."""
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Begins to receive one tensor."""
 
 
 @dataclass(frozen=True, slots=True)

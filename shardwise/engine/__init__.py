@@ -9,5 +9,4 @@ from shardwise.engine.heads import HeadName
 from shardwise.engine.mesh import ParallelDims, take_device
 from shardwise.engine.model_folder import resolve_folder
 from shardwise.engine.nonfinite import PHASES, Diagnosis, Fault
-from shardwise.engine.staging import Links
 from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs

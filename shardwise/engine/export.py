@@ -26,8 +26,9 @@ from shardwise.engine.model_classes import CODE_NAME, auto_map, class_code
 from shardwise.engine.model_folder import INDEX_NAME, copy_processor_files
 from shardwise.engine.runtime_state import buffer_names, has_adapters, merged_state, runtime_state
 from shardwise.engine.safetensors_file import SafetensorsWriter, TensorSpec
-from shardwise.engine.staging import HostShards, Links, StagingBuffers
+from shardwise.engine.staging import HostShards, StagingBuffers
 from shardwise.ops import nonfinite_names
+from shardwise.types import Connections
 
 MAX_SHARD_SIZE = "50GB"
 """The default of save_pretrained in transformers 5."""
@@ -128,7 +129,7 @@ class StagedExport:
         return self._shards.nonfinite_names()
 
     @torch.no_grad()
-    def write(self, folder: Path, tokenizer: Callable[[], Any], links: Links) -> None:
+    def write(self, folder: Path, tokenizer: Callable[[], Any], links: Connections) -> None:
         """To be called on every rank. Writes this rank's files into an existing folder, and on rank 0 the configs.
         Raises OSError, but only after it has done its part for the other ranks."""
         writers = self._plan.writers(folder)

@@ -2,7 +2,6 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,19 +10,10 @@ from torch import Tensor
 from shardwise.engine.shards import RowSharding, local_shard
 from shardwise.fault_plan import fault_point
 from shardwise.ops import nonfinite_names
+from shardwise.types import Connections
 
 _TAG = 1
 """Tag of shards on their way, to tell them from commands that travel over the same connections."""
-
-
-class Links(Protocol):
-    """Connections from every rank to every other, addressed by rank, such as a ProcessGroupGloo of its own."""
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Begins to send one tensor."""
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Begins to receive one tensor."""
 
 
 class Copies:
@@ -120,7 +110,7 @@ class HostShards:
         self._buffers.copies.finish()
         return nonfinite_names((name, rows.mine) for name, rows in self._rows.items())
 
-    def whole(self, name: str, writer: int, links: Links) -> Tensor | None:
+    def whole(self, name: str, writer: int, links: Connections) -> Tensor | None:
         """Returns the full tensor on rank `writer`, None elsewhere. To be called on every rank, in the same order. Each
         other rank that holds rows of the writer's replica sends them to it. Waits for the copies."""
         self._buffers.copies.finish()

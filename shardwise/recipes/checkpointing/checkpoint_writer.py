@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import ExportError, ModelConfig, ModelError
 from shardwise.data import load_tokenizer
-from shardwise.engine import Links, StagedExport, named_failures
+from shardwise.engine import StagedExport, named_failures
 from shardwise.engine.state_files import ShardFile
 from shardwise.recipes.checkpointing.manifest import hash_share
+from shardwise.types import Connections
 
 if TYPE_CHECKING:
     from shardwise.engine.adapters import StagedAdapter
@@ -28,7 +29,7 @@ class CheckpointWriter:
     """Writes what the engines of this rank have staged. Its methods are called on every rank, alongside the worker's;
     those that touch files return an Outcome."""
 
-    def __init__(self, rank: int, links: Links) -> None:
+    def __init__(self, rank: int, links: Connections) -> None:
         """
         Args:
             links: connections that only these calls use.

@@ -2,14 +2,14 @@
 
 import threading
 
-from shardwise.engine import Links
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
+from shardwise.types import Connections
 
 
 class BackgroundWorker(CheckpointWriter):
     """Writes what the engines of this rank have staged, and interrupts what its rollout engine samples."""
 
-    def __init__(self, rank: int, links: Links) -> None:
+    def __init__(self, rank: int, links: Connections) -> None:
         """See CheckpointWriter."""
         super().__init__(rank, links)
         self.interruption = threading.Event()

@@ -20,7 +20,7 @@ from shardwise.controller.launch import die_with_launcher, is_launched
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.neighbours import watching_neighbour
 from shardwise.controller.peers import watched_by_peers
-from shardwise.controller.process_group import Connections, Rank, connect, open_store, process_group
+from shardwise.controller.process_group import Rank, connect, open_store, process_group
 from shardwise.controller.signals import pass_on, stop_signals
 from shardwise.controller.stall import RankStalledError, StallLimit, watching_itself, with_own_stacks
 from shardwise.controller.watchdog import REPORTS, be_watched
@@ -34,6 +34,7 @@ from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.ranks import num_training_ranks
 from shardwise.recipes.stopping import Stopped
 from shardwise.transfer import DiskMedium, Medium, ProcessGroupMedium, SharedMemoryMedium
+from shardwise.types import Connections
 
 _NOTICE_SECONDS = 30.0
 """What the main thread gets to notice that another rank is gone: what it does may take that long."""
