@@ -12,10 +12,10 @@ from shardwise.controller.local import RankGroup
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import PromptStream, prompt_examples
 from shardwise.observability import Spans
-from shardwise.recipes.build import open_model
 from shardwise.recipes.learner import Learner
+from shardwise.recipes.opened_model import open_model
+from shardwise.recipes.placement import Ranks
 from shardwise.recipes.rank.worker import Worker
-from shardwise.recipes.ranks import Ranks
 from shardwise.recipes.rl_models import build_engines, open_companions
 from shardwise.recipes.sampling.rollouter import Rollouter
 from shardwise.recipes.sampling.sampled_tokens import with_spans

@@ -1,12 +1,12 @@
 """One model sharded with fully_shard, and its optimizer: layout, attention, logprobs, weights. No Ray, no rollouts."""
 
-from shardwise.engine.agreement import raised_on_every_rank
-from shardwise.engine.convert import convert_folder
+from shardwise.engine.agreement import named_failures, raised_on_every_rank
 from shardwise.engine.divergence import DivergenceKind, VocabularyTerms
 from shardwise.engine.engine import LossFn, Part, TrainEngine
-from shardwise.engine.export import StagedExport, named_failures
+from shardwise.engine.export import StagedExport
 from shardwise.engine.heads import HeadName
 from shardwise.engine.mesh import ParallelDims, take_device
 from shardwise.engine.model_folder import resolve_folder
 from shardwise.engine.nonfinite import PHASES, Diagnosis, Fault
+from shardwise.engine.rewrite_folder import rewrite_folder
 from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs

@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ExportError, LoraConfig, ModelError
 from shardwise.durable import fsync_folder
-from shardwise.engine.agreement import raised_on_every_rank
-from shardwise.engine.export import named_failures
+from shardwise.engine.agreement import named_failures, raised_on_every_rank
 from shardwise.engine.gathering import gathered, gathered_in_order
 from shardwise.engine.heads import VALUE_PROJECTIONS, HeadName
 from shardwise.engine.loading import LOADABLE_DTYPES, LOADABLE_NAMES

@@ -1,14 +1,19 @@
-"""Failures that all ranks share: no rank goes on into a collective that another will never enter."""
+"""Failures that all ranks share, so that no rank goes on into a collective that another will never enter; and those of
+the file system, told by their folder."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from shardwise.config import UserError
+from shardwise.config import ExportError, UserError
 
 _MAX_MESSAGE_BYTES = 4096
+_IN_RUST = re.compile(r"\(os error \d+\)$")
+"""Matches the message of the plain Exception that tokenizers raises for an error of the file system."""
 
 
 @contextmanager
@@ -68,3 +73,17 @@ def _broadcast_text(text: str, *, source: int) -> str:
     buffer[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     dist.broadcast(buffer, src=source)
     return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
+@contextmanager
+def named_failures(folder: Path) -> Iterator[None]:
+    """Raises an error of the file system in the body as an ExportError that names the folder and what may help."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and not _IN_RUST.search(str(error)):
+            raise
+        remedy = "free space there, or choose a folder that every rank can write to"
+        if isinstance(error, FileNotFoundError):
+            remedy = "something has removed or moved it since, or its disk is not mounted any more"
+        raise ExportError(f"{folder} cannot be written: {error}; {remedy}") from None

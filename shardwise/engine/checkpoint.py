@@ -23,9 +23,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from shardwise.config import DamagedError, ExportError, ModelError
 from shardwise.durable import fsync_folder
-from shardwise.engine.agreement import raised_on_every_rank
+from shardwise.engine.agreement import named_failures, raised_on_every_rank
 from shardwise.engine.exchange import all_gather_json
-from shardwise.engine.export import named_failures
 from shardwise.engine.optimizer import BEGIN_WITHOUT_STATE, MASTER, ShardedOptimizer
 from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec, differences
 from shardwise.engine.shards import local_shard

@@ -2,10 +2,8 @@
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from shardwise.config import ExportError
 from shardwise.durable import fsync_folder
-from shardwise.engine.agreement import raised_on_every_rank
+from shardwise.engine.agreement import named_failures, raised_on_every_rank
 from shardwise.engine.conversions import ExportBlock, export_blocks
 from shardwise.engine.gathering import gathered_blocks
 from shardwise.engine.model_classes import CODE_NAME, auto_map, class_code
@@ -32,8 +30,6 @@ from shardwise.types import Connections
 
 MAX_SHARD_SIZE = "50GB"
 """The default of save_pretrained in transformers 5."""
-_IN_RUST = re.compile(r"\(os error \d+\)$")
-"""Matches the message of the plain Exception that tokenizers raises for an error of the file system."""
 
 
 @torch.no_grad()
@@ -150,19 +146,6 @@ def _num_parameters(model: PreTrainedModel) -> int:
     """Number of parameters of the exported model: tied weights count once, adapters not at all."""
     left_out = set(model.get_expanded_tied_weights_keys()) | buffer_names(model)
     return sum(tensor.numel() for name, tensor in runtime_state(model).items() if name not in left_out)
-
-
-@contextmanager
-def named_failures(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, OSError) and not _IN_RUST.search(str(error)):
-            raise
-        remedy = "free space there, or choose a folder that every rank can write to"
-        if isinstance(error, FileNotFoundError):
-            remedy = "something has removed or moved it since, or its disk is not mounted any more"
-        raise ExportError(f"{folder} cannot be written: {error}; {remedy}") from None
 
 
 @dataclass(frozen=True, slots=True)

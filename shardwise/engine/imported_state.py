@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import ModelError
-from shardwise.engine.export import named_failures
+from shardwise.engine.agreement import named_failures
 from shardwise.engine.foreign import ShardedTensor
 from shardwise.engine.optimizer import MASTER
 from shardwise.engine.safetensors_file import TensorSpec, differences

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from shardwise.config import DistillConfig, longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import supervised_samples
-from shardwise.recipes.build import open_companion, open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine
+from shardwise.recipes.opened_model import open_companion, open_model
 from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample

@@ -10,10 +10,10 @@ from shardwise.config import EvalConfig, RewardConfig, longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
 from shardwise.observability import SampleLog, move_aside, print_table, write_json_atomic
-from shardwise.recipes.build import open_model
 from shardwise.recipes.checkpointing.checkpoints import reading
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.engines import build_rollout_engines
+from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas, warn_of_unseen_tools
 from shardwise.recipes.sampling.rollouter import Rollouter, is_correct

@@ -8,9 +8,9 @@ from shardwise.config import ConfigError, ModelConfig, ModelError
 from shardwise.console import counted
 from shardwise.controller.base import WorkerGroup
 from shardwise.model_config import read_model_config
-from shardwise.recipes.build import OpenedModel, open_model
 from shardwise.recipes.checkpointing.checkpoints import ADAPTER_CONFIG, latest_checkpoint, reading
 from shardwise.recipes.checkpointing.manifest import verify_weights
+from shardwise.recipes.opened_model import OpenedModel, open_model
 
 
 def export(source: str, target: str, group: WorkerGroup, *, dtype: str | None, max_shard_size: str) -> None:

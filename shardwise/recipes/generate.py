@@ -10,8 +10,8 @@ from shardwise.config import ConfigError, ModelConfig
 from shardwise.console import tell
 from shardwise.data import render_prompt
 from shardwise.engine import take_device
-from shardwise.recipes.build import open_model
 from shardwise.recipes.checkpointing.checkpoints import reading
+from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.rank.library_logging import quiet_libraries
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest

@@ -15,13 +15,13 @@ from shardwise.console import counted
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
-from shardwise.engine.convert import on_meta
 from shardwise.engine.export import require_finite
 from shardwise.engine.foreign import METADATA, DcpCheckpoint, ShardedTensors, VerlCheckpoint
 from shardwise.engine.freeze import freeze
 from shardwise.engine.imported_state import AdamWStates
 from shardwise.engine.importing import FoundWeights, RuntimeWeights, find_weights, import_weights
 from shardwise.engine.model import build_on_meta
+from shardwise.engine.rewrite_folder import on_meta
 from shardwise.engine.safetensors_file import differences
 from shardwise.model_config import read_model_config
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, latest_hf_folder, step_folder

@@ -23,8 +23,8 @@ from shardwise.data import pack, render_prompt
 from shardwise.engine import TrainEngine
 from shardwise.model_config import read_model_config
 from shardwise.ops import ModuleTrace, Place
-from shardwise.recipes.build import OpenedModel, open_model
 from shardwise.recipes.checkpointing.checkpoints import reading
+from shardwise.recipes.opened_model import OpenedModel, open_model
 from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.rollout import RolloutEngine

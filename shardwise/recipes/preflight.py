@@ -38,13 +38,13 @@ from shardwise.data.chat import read_template
 from shardwise.engine import ParallelDims, resolve_folder
 from shardwise.model_config import read_model_config
 from shardwise.observability import METRICS
-from shardwise.recipes.build import Context
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, latest_hf_folder
 from shardwise.recipes.checkpointing.fingerprints import require_base_of_adapter
 from shardwise.recipes.checkpointing.manifest import verify_weights
 from shardwise.recipes.checkpointing.resume import find_start
 from shardwise.recipes.custom import require_callable
-from shardwise.recipes.ranks import num_training_ranks
+from shardwise.recipes.opened_model import Context
+from shardwise.recipes.placement import num_training_ranks
 from shardwise.recipes.sampling.environment import check_environment
 from shardwise.rewards import check_rewards
 from shardwise.rollout import check_sglang

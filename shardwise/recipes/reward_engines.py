@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.config import ModelReward, RewardConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import render_response_sample
-from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine
+from shardwise.recipes.opened_model import open_model
 from shardwise.rewards import Answer, RewardJob
 from shardwise.types import Sample
 

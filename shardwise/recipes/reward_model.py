@@ -7,9 +7,9 @@ import torch
 from shardwise.config import RewardModelConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import preference_pairs
-from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.losses import reward_model_losses
+from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample

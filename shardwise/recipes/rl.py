@@ -18,10 +18,10 @@ from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.data.loader import steps_of
 from shardwise.engine import named_failures
 from shardwise.observability import Spans
-from shardwise.recipes.build import OpenedModel, open_model
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Learner
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.opened_model import OpenedModel, open_model
+from shardwise.recipes.placement import Ranks
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rl_models import Companions, build_engines, open_companions, without_media
 from shardwise.recipes.run import Run, is_finished

@@ -7,9 +7,9 @@ from functools import partial
 from shardwise.config import ConfigError, RLConfig, RolloutConfig, SglangRollout, VllmRollout, longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.model_config import read_model_config
-from shardwise.recipes.build import OpenedModel, open_companion
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.learner import Engines
+from shardwise.recipes.opened_model import OpenedModel, open_companion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

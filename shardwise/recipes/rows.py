@@ -9,7 +9,7 @@ from shardwise.config import BatchTrainerConfig, allows_other_rows
 from shardwise.config.data import SequenceDataConfig
 from shardwise.data import BatchLoader, Loaded
 from shardwise.data.loader import compare_rows, steps_of
-from shardwise.recipes.build import OpenedModel
+from shardwise.recipes.opened_model import OpenedModel
 from shardwise.types import Metrics, MetricValue, Sample
 
 

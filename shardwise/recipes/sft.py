@@ -6,8 +6,8 @@ from functools import partial
 from shardwise.config import SFTConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import supervised_samples
-from shardwise.recipes.build import open_model
 from shardwise.recipes.engines import RemoteEngine, build_engine
+from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics

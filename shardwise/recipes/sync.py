@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.recipes.engines import RemoteEngine
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.placement import Ranks
 from shardwise.transfer import WeightSyncError
 from shardwise.types import Example, ImageRef, Metrics, MetricValue, Sample
 

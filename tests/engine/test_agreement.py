@@ -2,7 +2,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.config import ConfigError, DataError, ExportError, ModelError
-from shardwise.engine.agreement import raised_on_every_rank
+from shardwise.engine.agreement import named_failures, raised_on_every_rank
 
 
 def fails(errors):
@@ -47,3 +47,9 @@ def test_without_a_process_group_errors_of_the_file_system_become_the_users():
         raise PermissionError("no")
     with pytest.raises(KeyError), raised_on_every_rank(ExportError):
         raise KeyError("a bug")
+
+
+def test_a_folder_that_is_gone_meanwhile_is_not_put_down_to_a_lack_of_space(tmp_path):
+    told = rf"^{tmp_path} cannot be written: \[Errno 2\] .*; something has removed or moved it since, "
+    with pytest.raises(ExportError, match=told), named_failures(tmp_path):
+        (tmp_path / "gone" / "file").write_text("")

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from tiny_models import tiny_folder, tiny_model
 
 from shardwise.config import ConfigError, ModelError
-from shardwise.engine.convert import on_meta
 from shardwise.engine.foreign import ShardedTensor, ShardedTensors
 from shardwise.engine.foreign.tensors import Piece
 from shardwise.engine.importing import RuntimeWeights, find_weights, import_weights
+from shardwise.engine.rewrite_folder import on_meta
 from shardwise.engine.safetensors_file import TensorSpec
 
 

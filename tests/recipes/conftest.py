@@ -9,9 +9,9 @@ from shardwise.config import EngineConfig, ModelConfig
 from shardwise.controller.local import RankGroup
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
-from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
 from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.opened_model import OpenedModel
 from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.sampling.sampled_tokens import with_spans
 from shardwise.types import Completion, Example, GenerateRequest, RolloutGroup, Sample

@@ -6,9 +6,9 @@ from transformers import AutoTokenizer
 
 from shardwise.config import DataError, DistillConfig, EngineConfig, FrozenEngineConfig, ModelConfig
 from shardwise.data.synthetic import build_model_folder
-from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.distill import train, validate
 from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.opened_model import OpenedModel
 from shardwise.types import Sample
 
 

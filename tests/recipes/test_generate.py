@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.cli import main
 from shardwise.config import ConfigError, DataError, ModelError
-from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.generate import DEFAULT_TOKENS, converse
+from shardwise.recipes.opened_model import OpenedModel
 from shardwise.rollout import EmbeddedEngine
 
 OPTIONS = {

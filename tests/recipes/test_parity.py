@@ -9,7 +9,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from shardwise.config import ConfigError, DataError, ModelError
 from shardwise.engine import TrainEngine
 from shardwise.recipes import parity as parity_module
-from shardwise.recipes.build import OpenedModel
+from shardwise.recipes.opened_model import OpenedModel
 from shardwise.recipes.parity import parity
 from shardwise.rollout.kv_cache import KVCache
 

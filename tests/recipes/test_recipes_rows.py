@@ -14,7 +14,7 @@ from shardwise.config import (
     SupervisedDataConfig,
 )
 from shardwise.data import labelled_samples, preference_pairs, supervised_samples
-from shardwise.recipes.build import open_model
+from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.rows import open_rows
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.placement import Ranks
 from shardwise.recipes.sync import (
     LONGEST_SEEN,
     KnownPrompt,

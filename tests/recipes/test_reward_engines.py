@@ -5,9 +5,9 @@ import torch
 
 from shardwise.config import FrozenEngineConfig, ModelConfig, RewardConfig
 from shardwise.data import load_tokenizer
-from shardwise.recipes.build import OpenedModel
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine
+from shardwise.recipes.opened_model import OpenedModel
 from shardwise.recipes.reward_engines import ModelScorer, build_reward_engines
 from shardwise.rewards import RewardJob
 

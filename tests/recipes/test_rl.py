@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from shardwise.config import ConfigError, DataError, ModelConfig, RLConfig, SourceTeacherConfig
-from shardwise.recipes import build, rl
+from shardwise.recipes import opened_model, rl
 from shardwise.recipes.rl import require_teachers, train
 
 BESIDE = {
@@ -54,7 +54,7 @@ def test_what_stands_for_images_to_a_model_beside_the_policy_is_neither_drawn_no
 ):
     """Each model is media_folder once."""
     (tmp_path / "rules.py").write_text("def score(**_): return 0.0\n")
-    found, paths, open_folder = {}, [], build.open_model
+    found, paths, open_folder = {}, [], opened_model.open_model
 
     def rollouter(*_, media_token_ids, **__):
         found["media"] = set(media_token_ids)
@@ -64,7 +64,7 @@ def test_what_stands_for_images_to_a_model_beside_the_policy_is_neither_drawn_no
         paths.append(config.path)
         return open_folder(config)
 
-    for module in (rl, build):
+    for module in (rl, opened_model):
         monkeypatch.setattr(module, "open_model", open_model)
     monkeypatch.setattr(rl, "Rollouter", rollouter)
     group = fake_group(1, build_engine=lambda *_: (9, 9, 9))

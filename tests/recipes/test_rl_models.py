@@ -16,7 +16,7 @@ from shardwise.config import (
     RolloutConfig,
 )
 from shardwise.recipes import rl_models
-from shardwise.recipes.build import open_model
+from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.rl_models import Companions, build_engines, open_companions, without_media
 
 

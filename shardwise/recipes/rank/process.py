@@ -27,11 +27,11 @@ from shardwise.controller.watchdog import REPORTS, be_watched
 from shardwise.engine import take_device
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import begin_plan
+from shardwise.recipes.placement import num_training_ranks
 from shardwise.recipes.rank.background_worker import BackgroundWorker
 from shardwise.recipes.rank.identity import identity_of, require_same_identity
 from shardwise.recipes.rank.library_logging import quiet_libraries
 from shardwise.recipes.rank.worker import Worker
-from shardwise.recipes.ranks import num_training_ranks
 from shardwise.recipes.stopping import Stopped
 from shardwise.transfer import DiskMedium, Medium, ProcessGroupMedium, SharedMemoryMedium
 from shardwise.types import Connections

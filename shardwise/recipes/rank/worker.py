@@ -31,9 +31,9 @@ from shardwise.engine import (
     Part,
     TeacherOutputs,
     TrainEngine,
-    convert_folder,
     named_failures,
     raised_on_every_rank,
+    rewrite_folder,
 )
 from shardwise.fault_plan import fault_point
 from shardwise.memfd import SharedTensors
@@ -476,7 +476,7 @@ class Worker:
     def export_model(self, model: str, adapter: str, target: str, dtype: str, max_shard_size: str) -> None:
         """Loads a model folder, and an adapter folder if one is named, and writes them in `dtype`; builds no engine."""
         config = ModelConfig.model_validate_json(model)
-        convert_folder(
+        rewrite_folder(
             Path(config.path),
             Path(target),
             load_tokenizer(config),

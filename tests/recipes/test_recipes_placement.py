@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from shardwise.config import RLConfig, RolloutConfig
-from shardwise.recipes.ranks import Ranks
+from shardwise.recipes.placement import Ranks
 
 
 class Group:

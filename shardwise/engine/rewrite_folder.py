@@ -23,7 +23,7 @@ from shardwise.engine.shards import local_shard
 from shardwise.model_config import blaming_config, read_model_config
 
 
-def convert_folder(
+def rewrite_folder(
     source: Path,
     target: Path,
     tokenizer: Any,

@@ -13,8 +13,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from shardwise.engine.convert import convert_folder
 from shardwise.engine.model_classes import model_from_config
+from shardwise.engine.rewrite_folder import rewrite_folder
 
 
 class NoTokenizer:
@@ -25,7 +25,7 @@ class NoTokenizer:
 
 
 def convert(source, target, dtype, max_shard_size, adapter):
-    convert_folder(
+    rewrite_folder(
         Path(source),
         Path(target),
         NoTokenizer(),

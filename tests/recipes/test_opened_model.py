@@ -7,9 +7,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from shardwise.config import ConfigError, ModelConfig, ModelError, SamplingConfig, SFTConfig
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
-from shardwise.recipes import build
-from shardwise.recipes.build import open_companion, open_model
+from shardwise.recipes import opened_model
 from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
+from shardwise.recipes.opened_model import open_companion, open_model
 from shardwise.recipes.sft import train
 
 
@@ -39,7 +39,7 @@ def test_an_opened_model_knows_its_tokenizer_and_context(folder):
 
 @pytest.mark.parametrize("part", ["resolve_folder", "read_model_config", "load_tokenizer", "verify_weights"])
 def test_a_checkpoint_that_a_run_removes_while_it_is_opened_is_told_as_that(whole_run, prune, part):
-    prune(build, part)
+    prune(opened_model, part)
     hf = whole_run / "checkpoints" / "step_3" / "hf"
     with pytest.raises(ModelError) as refused:
         open_folder(whole_run)
