@@ -113,21 +113,21 @@ class Bench(Worker):
 
     def wait_for_copies(self) -> None:
         """What an optimizer step would wait for."""
-        self._engines["policy"].engine._copies.wait()
+        self.engines["policy"].engine._copies.wait()
 
     def load_unverified(self, role: str, folder: str) -> None:
         """As `load_state`, without hashes."""
-        optimizer = self._engines[role].engine._optimizer
+        optimizer = self.engines[role].engine._optimizer
         assert optimizer is not None
         load_state(optimizer, Path(folder), into_empty=True, verify=False)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        optimizer = self._engines["policy"].engine._optimizer
+        optimizer = self.engines["policy"].engine._optimizer
         assert optimizer is not None
         return optimizer.named_tensors()
 
     def _write_model(self, folder: Path) -> None:
-        weights = dict(self._engines["policy"].engine.named_weights(torch.bfloat16))
+        weights = dict(self.engines["policy"].engine.named_weights(torch.bfloat16))
         if dist.get_rank() == 0:
             _save_and_sync(weights, folder / "model.pt")
 

@@ -59,8 +59,9 @@ class CannedWorker(Worker):
     def __init__(self, device: torch.device, completions: dict[tuple[int, ...], list[list[int]]]) -> None:
         super().__init__(device)
         self._completions = completions
+        self.generate = self._read
 
-    def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
+    def _read(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
         return [
             with_spans(
                 request,

@@ -39,7 +39,7 @@ def build(folder, *, role="policy", engine=None, optimizer=None, head="logprobs"
 
 
 def parameters_of(worker, role="policy"):
-    model = worker._engines[role].engine._model.hf_model
+    model = worker.engines[role].engine._model.hf_model
     return {plain_name(name): one for name, one in model.named_parameters()}
 
 

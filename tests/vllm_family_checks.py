@@ -27,7 +27,7 @@ from shardwise.data.packing import unpack
 from shardwise.engine import TrainEngine
 from shardwise.engine.adapters import attach_adapter
 from shardwise.families import PROVEN
-from shardwise.recipes.rank.worker import NeededSender
+from shardwise.recipes.rank.weight_transfer import NeededSender
 from shardwise.recipes.sync import KnownPrompt, compare_logprobs
 from shardwise.rollout import VllmEngine
 from shardwise.transfer import WeightSyncError, sync_local

@@ -29,7 +29,7 @@ from shardwise.recipes.checkpointing.manifest import write_manifest
 from shardwise.recipes.checkpointing.publishing import new_checkpoint
 from shardwise.recipes.checkpointing.resume import STATE, write_run
 from shardwise.recipes.export import named_dtype, new_folder, require_empty, written
-from shardwise.recipes.rank.worker import POLICY
+from shardwise.recipes.rank.hosted_engines import POLICY
 
 TITLE = "import-checkpoint"
 

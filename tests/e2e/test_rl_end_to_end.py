@@ -188,7 +188,7 @@ def test_a_run_whose_rollout_weights_are_dropped_by_sleeping_is_that_of_one_that
         engines.append(ForgetfulEngine(build_rollout(*arguments, **named)))
         return engines[0]
 
-    monkeypatch.setattr("shardwise.recipes.rank.worker.build_rollout", build)
+    monkeypatch.setattr("shardwise.recipes.rank.rollout_host.build_rollout", build)
     done = command("rl", *options(assets, tmp_path / "dropped"), *keys)
     assert done.code == 0, done.err
     assert engines[0].num_dropped > STEPS

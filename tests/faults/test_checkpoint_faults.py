@@ -341,7 +341,7 @@ def test_f23_a_second_run_in_the_folder_is_refused_and_touches_nothing(run_ranks
 def poison(step, worker, _run):
     """A moment of the optimizer becomes infinite after step 4."""
     if step == 4:
-        tensors = worker._engines["policy"].engine._optimizer.named_tensors()
+        tensors = worker.engines["policy"].engine._optimizer.named_tensors()
         tensors["exp_avg/model.norm.weight"].to_local()[0] = torch.inf
 
 

@@ -51,7 +51,7 @@ def step_on_two_ranks(folder, bundle, options, poison, loss, rewards):
     if loss:
         worker.use_loss("policy", "reward_model", json.dumps({"name": "custom", "function": loss}), {})
     if poison == "backward":
-        model = worker._engines["policy"].engine._model.hf_model
+        model = worker.engines["policy"].engine._model.hf_model
         model.get_submodule(DOWN).register_full_backward_hook(lambda _, grads, __: (grads[0] * math.nan,))
     elif poison:
         local = parameters_of(worker)[poison].data.to_local()

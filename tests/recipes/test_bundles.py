@@ -74,7 +74,7 @@ def test_an_error_of_the_pass_that_looks_for_the_module_ends_the_run(model_folde
     def fails(*arguments, **options):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(worker._engines["policy"].engine, "diagnose", fails)
+    monkeypatch.setattr(worker.engines["policy"].engine, "diagnose", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         train(worker, tmp_path / "step_1")
     assert not (tmp_path / "step_1").exists()

@@ -37,7 +37,7 @@ def test_a_student_is_replayed_with_its_teacher(model_folder, tmp_path):
     weights = load_file(bad / "model.safetensors")  # what is bad at the start is refused, so it becomes so later
     weights[f"{DOWN}.weight"][0, 0] = math.nan
     save_file(weights, bad / "model.safetensors", metadata={"format": "pt"})
-    dict(worker._engines["teacher"].engine._model.hf_model.named_parameters())[f"{DOWN}.weight"].to_local()[0, 0] = (
+    dict(worker.engines["teacher"].engine._model.hf_model.named_parameters())[f"{DOWN}.weight"].to_local()[0, 0] = (
         math.nan
     )
     worker.use_loss("policy", "distillation", DistillationConfig().model_dump_json(), {})

@@ -50,7 +50,7 @@ class Job:
 
     def stage(self):
         """The copies begin late, as they would behind many others: what comes next has to wait for them."""
-        self.worker._engines["policy"].engine._copies._thread.submit(time.sleep, 0.2)
+        self.worker.engines["policy"].engine._copies._thread.submit(time.sleep, 0.2)
         self.worker.stage_weights("policy", self.model, "")
         self.worker.stage_state("policy", STATE)
 

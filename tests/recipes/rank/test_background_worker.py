@@ -29,7 +29,7 @@ began = threading.Event()
 def test_it_interrupts_what_the_worker_samples():
     beside = BackgroundWorker(0, links=None)
     worker = Worker(torch.device("cpu"), writer=beside, interruption=beside.interruption)
-    worker._rollout_engine = Engine()
+    worker.engines.rollout_engine = Engine()
     found = []
     sampling = threading.Thread(target=lambda: found.append(worker.generate([REQUEST])), daemon=True)
     sampling.start()

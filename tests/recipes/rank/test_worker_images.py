@@ -82,7 +82,7 @@ def shared(folder: str, shards) -> tuple[list[torch.Tensor], list[str]]:
     """The scores of two ranks that share each pack, and what this one of them has decoded."""
     worker = Worker(torch.device("cpu"))
     worker.build_engine("policy", source(folder, EngineConfig(ulysses_size=2).frozen()))
-    hosted = worker._engines["policy"]
+    hosted = worker.engines["policy"]
     hosted.reader = WatchedReader(hosted.reader._processor)
     return worker.score(shards[0], "policy", True), hosted.reader.names
 
