@@ -1,14 +1,6 @@
 """From data files to token batches: rows, preferences, chat rendering, packing, order of rows, quickstart problems."""
 
-from shardwise.data.chat import (
-    check_vocabulary,
-    load_tokenizer,
-    longest_token,
-    render_conversation,
-    render_observation,
-    render_prompt,
-    render_response_sample,
-)
+from shardwise.data.chat import render_conversation, render_observation, render_prompt, render_response_sample
 from shardwise.data.images import ImageReader
 from shardwise.data.loader import BatchLoader
 from shardwise.data.mixture import PromptStream
@@ -32,4 +24,5 @@ from shardwise.data.synthetic import (
     worked_addition,
     wrong_addition,
 )
+from shardwise.data.tokenizer import check_vocabulary, load_tokenizer, longest_token
 from shardwise.data.vision import Vision

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.config import DataError, PreferenceDataConfig
-from shardwise.data.chat import (
-    Message,
-    checked_messages,
-    prompt_messages,
-    render_conversation,
-    render_response_sample,
-    with_system_prompt,
-)
+from shardwise.data.chat import render_conversation, render_response_sample
+from shardwise.data.messages import Message, checked_messages, prompt_messages, with_system_prompt
 from shardwise.data.rows import (
     Loaded,
     Rendered,

@@ -10,14 +10,8 @@ import torch
 
 from shardwise.config import DataError, EvalDataConfig, HeldOutData, SequenceDataConfig, SupervisedDataConfig
 from shardwise.console import counted, tell, warn
-from shardwise.data.chat import (
-    Message,
-    ToolSchema,
-    prompt_messages,
-    render_conversation,
-    render_prompt,
-    render_response_sample,
-)
+from shardwise.data.chat import render_conversation, render_prompt, render_response_sample
+from shardwise.data.messages import Message, ToolSchema, prompt_messages
 from shardwise.data.sources import (
     Row,
     describe_columns,

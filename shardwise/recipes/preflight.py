@@ -34,7 +34,7 @@ from shardwise.data import (
     check_supervised_row,
     first_rows,
 )
-from shardwise.data.chat import read_template
+from shardwise.data.tokenizer import read_template
 from shardwise.engine import ParallelDims, resolve_folder
 from shardwise.model_config import read_model_config
 from shardwise.observability import METRICS

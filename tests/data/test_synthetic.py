@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.config import ModelConfig
-from shardwise.data.chat import check_vocabulary, load_tokenizer, render_conversation
+from shardwise.data.chat import render_conversation
 from shardwise.data.synthetic import (
     arithmetic_problems,
     build_model_folder,
@@ -14,6 +14,7 @@ from shardwise.data.synthetic import (
     worked_addition,
     wrong_addition,
 )
+from shardwise.data.tokenizer import check_vocabulary, load_tokenizer
 
 
 def read(path):
