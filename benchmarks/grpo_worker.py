@@ -85,6 +85,8 @@ def train(config: RLConfig, group: RankGroup, pacer: Pacer, *, sync: bool) -> No
     stream = PromptStream([example.data_source for example in examples], config.data, seed=config.trainer.seed)
     ranks = Ranks.of(group, config)
     engines = build_engines(config, model, ranks.trainers, 1_000_000, open_companions(config, model))
+    for engine in engines.saved.values():
+        engine.load_initial_weights()
     ranks.build_rollout(model.config, config)
     assert config.reward is not None
     with make_rewards(config.reward) as rewards:
