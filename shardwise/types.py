@@ -7,7 +7,7 @@ trained.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import compress
 from typing import Any, Literal, Protocol, Self
@@ -21,13 +21,26 @@ from shardwise.uploads import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
-    """What a model with a vision tower sees in one sequence, as the processor of Qwen's vision-language families writes
-    it."""
+    """What a model with a vision tower sees in one sequence: I images, in the order of their placeholders."""
 
     pixel_values: Tensor
-    """[N, F] float32: N patches of F values, of all images in the order of their placeholders."""
-    image_grid_thw: Tensor
+    """[N, F] float32: N patches of F values, of all images."""
+    num_patches: Tensor
+    """[I] int64: how many of them each image has."""
+    num_tokens: Tensor
+    """[I] int64: how many tokens of a sequence stand for each image."""
+    sizes: Tensor
     """[I, 3] int64: patches of each image in time, height and width, before they are merged."""
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Images]") -> Self:
+        """Puts images one behind the other; at least one of `parts`."""
+        names = [part.name for part in fields(cls)]
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+    def to(self, device: torch.device) -> "Images":
+        """Returns a copy on `device`."""
+        return replace(self, **{part.name: to_device(getattr(self, part.name), device) for part in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +53,10 @@ class ImageRef:
     path: str | None = None
     data: Tensor | None = None
     """[num_bytes] uint8, the bytes of the file."""
-    grid: list[int]
-    """Patches in time, height and width, as in `Images`."""
+    num_patches: int
+    num_tokens: int
+    size: list[int]
+    """Of its row in `Images.sizes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,13 +38,14 @@ def vision_sample(model, uid: str, grids: Sequence[tuple[int, int, int]], *, see
         return Sample(uid=uid, token_ids=tokens, loss_mask=mask)
     grid = torch.tensor(grids)
     positions, _ = model.model.get_rope_index(tokens[None], (tokens == IMAGE).int()[None], image_grid_thw=grid)
-    pixels = torch.randn(int(grid.prod(1).sum()), NUM_VALUES, generator=generator)
+    num_patches = grid.prod(1)
+    pixels = torch.randn(int(num_patches.sum()), NUM_VALUES, generator=generator)
     return Sample(
         uid=uid,
         token_ids=tokens,
         loss_mask=mask,
         position_ids=positions[:, 0],
-        images=Images(pixel_values=pixels, image_grid_thw=grid),
+        images=Images(pixel_values=pixels, num_patches=num_patches, num_tokens=num_patches // 4, sizes=grid),
     )
 
 
@@ -58,7 +59,7 @@ def reference_logits(model, sample: Sample) -> Tensor:
     if sample.images is not None:
         seen = {
             "pixel_values": sample.images.pixel_values,
-            "image_grid_thw": sample.images.image_grid_thw,
+            "image_grid_thw": sample.images.sizes,
             "mm_token_type_ids": (sample.token_ids == IMAGE).int()[None],
         }
     model.base_model.rope_deltas = None

@@ -1,21 +1,21 @@
 """Image files: their size, known when a row is read, and their pixels, once a batch needs them."""
 
-import inspect
 import io
 import json
 import struct
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from errno import ENAMETOOLONG, ENOENT
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from shardwise.config import DataError, ModelError
+from shardwise.data.image_processors import ImageProcessor, image_processor_for
 from shardwise.data.sources import describe_type, preview
+from shardwise.families import Tower, tower_of
+from shardwise.model_config import read_model_config
 from shardwise.types import ImageRef, Images
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _CONFIGS = {"preprocessor_config.json": None, "processor_config.json": "image_processor"}
 """Where a model folder says how images are prepared, and under which key; in the second file since transformers 5."""
-_MERGES = "merge_size"
-"""What the families of Qwen and GLM say there."""
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 89_478_485
 """Of an image as it is stored: where PIL begins to warn of files that are made to fill the memory."""
@@ -53,33 +51,38 @@ _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK"
 class ImageReader:
     """Prepares images as one model's own processor does."""
 
-    def __init__(self, processor: Any) -> None:
-        """`processor`: transformers' image processor of a model of Qwen or GLM."""
+    def __init__(self, processor: ImageProcessor, tower: Tower) -> None:
+        """`processor`: prepares pictures for `tower`."""
         self._processor = processor
+        self._tower = tower
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """Reads it from a model folder; None if that does not say how to prepare images, or not as Qwen and GLM do.
+        """Reads it from a model folder; None if that does not say how to prepare images for its tower.
 
         Raises:
             ModelError: the image processor cannot be loaded, or leaves images in the size that they have.
         """
-        path = next((folder / name for name, key in _CONFIGS.items() if _MERGES in _told(folder / name, key)), None)
-        if path is None:
+        path = next((folder / name for name, key in _CONFIGS.items() if _told(folder / name, key)), None)
+        tower = None if path is None else tower_of(read_model_config(folder))
+        if path is None or tower is None:
             return None
         from transformers import AutoImageProcessor
 
         try:
             # The other backend needs torchvision, and resizes to slightly other numbers.
-            processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+            found = AutoImageProcessor.from_pretrained(folder, backend="pil")
         except (ImportError, ValueError, OSError) as error:
             raise ModelError(
                 f"{path}: the image processor cannot be loaded ({' '.join(str(error).split())[:300]}); it needs the "
                 "package pillow (pip install pillow)"
             ) from None
-        if not processor.do_resize:
+        processor = image_processor_for(tower, found)
+        if processor is None:
+            return None
+        if not found.do_resize:
             raise ModelError(f"{path}: do_resize=false is not supported, for images come in all sizes; set it to true")
-        return cls(processor)
+        return cls(processor, tower)
 
     def open(self, cell: Any, folder: Path, name: str) -> ImageRef:
         """An image by its size.
@@ -116,16 +119,19 @@ class ImageReader:
                     f'{{"bytes": ..., "path": ...}} or a PIL image: {preview(cell)}'
                 )
         with _opened(source, name) as image:
-            grid = self._grid(*_size(image, name), name)
-        if isinstance(source, str):
-            return ImageRef(name=name, path=source, grid=grid)
-        return ImageRef(name=name, data=torch.frombuffer(bytearray(source), dtype=torch.uint8), grid=grid)
-
-    def num_tokens(self, image_ref: ImageRef) -> int:
-        """That stand for it."""
-        time, height, width = image_ref.grid
-        count: int = time * height * width // self._processor.merge_size**2
-        return count
+            width, height = _size(image, name)
+        try:
+            num_patches, size = self._processor.measure(width, height)
+        except ValueError as error:
+            raise DataError(f"{name} has {width} x {height} pixels: {error}; crop it or remove the row") from None
+        return ImageRef(
+            name=name,
+            path=source if isinstance(source, str) else None,
+            data=None if isinstance(source, str) else torch.frombuffer(bytearray(source), dtype=torch.uint8),
+            num_patches=num_patches,
+            num_tokens=self._tower.num_tokens(num_patches),
+            size=size,
+        )
 
     def read(self, image_refs: Sequence[ImageRef]) -> Images:
         """At least one.
@@ -135,39 +141,18 @@ class ImageReader:
         """
         with ThreadPoolExecutor(min(_NUM_THREADS, len(image_refs))) as threads:
             found = list(threads.map(self._read, image_refs))
-        return Images(
-            pixel_values=torch.cat([images.pixel_values for images in found]),
-            image_grid_thw=torch.cat([images.image_grid_thw for images in found]),
-        )
+        return Images.joined(found)
 
     def _read(self, image_ref: ImageRef) -> Images:
-        found = self._processor(images=[_decoded(image_ref)], do_convert_rgb=True, return_tensors="pt")
-        if found["image_grid_thw"].tolist() != [image_ref.grid]:
+        pixels, size = self._processor.cut(_decoded(image_ref))
+        if size != image_ref.size:
             raise DataError(f"{image_ref.name} has another size than when the rows were read; leave it alone meanwhile")
-        return Images(pixel_values=found["pixel_values"], image_grid_thw=found["image_grid_thw"])
-
-    def _grid(self, width: int, height: int, name: str) -> list[int]:
-        processor = self._processor
-        try:
-            resized = _smart_resize(processor)(
-                height=height,
-                width=width,
-                factor=processor.patch_size * processor.merge_size,
-                min_pixels=processor.size["shortest_edge"],
-                max_pixels=processor.size["longest_edge"],
-            )
-        except ValueError as error:
-            raise DataError(f"{name} has {width} x {height} pixels: {error}; crop it or remove the row") from None
-        return [1, resized[0] // processor.patch_size, resized[1] // processor.patch_size]
-
-
-def _smart_resize(processor: Any) -> Callable[..., tuple[int, int]]:
-    """How the processor itself finds the size in which it looks at an image. GLM's counts the pixels of as many copies
-    of an image as a patch has frames."""
-    resize: Callable[..., tuple[int, int]] = sys.modules[type(processor).__module__].smart_resize
-    frames = ("num_frames", "temporal_factor")
-    counted = dict.fromkeys(inspect.signature(resize).parameters.keys() & frames, processor.temporal_patch_size)
-    return partial(resize, **counted)
+        return Images(
+            pixel_values=pixels,
+            num_patches=torch.tensor([image_ref.num_patches]),
+            num_tokens=torch.tensor([image_ref.num_tokens]),
+            sizes=torch.tensor([size]),
+        )
 
 
 def _told(path: Path, key: str | None) -> Any:

@@ -149,6 +149,7 @@ def _batch(samples: Sequence[Sample], indices: list[int], present: list[str]) ->
     chosen = [samples[index] for index in indices]
     lengths = torch.tensor([len(sample.token_ids) for sample in chosen])
     per_token: dict[str, Any] = {name: torch.cat([getattr(sample, name) for sample in chosen]) for name in present}
+    shown = [sample.images for sample in chosen if sample.images is not None]
     return TokenBatch(
         input_ids=torch.cat([sample.token_ids for sample in chosen]),
         position_ids=_positions(chosen),
@@ -156,7 +157,7 @@ def _batch(samples: Sequence[Sample], indices: list[int], present: list[str]) ->
         loss_mask=torch.cat([sample.loss_mask for sample in chosen]),
         sample_index=list(indices),
         uids=[sample.uid for sample in chosen],
-        images=_images(chosen),
+        images=Images.joined(shown) if shown else None,
         image_refs=[image_ref for sample in chosen for image_ref in sample.image_refs],
         rewards=torch.tensor([sample.reward for sample in chosen]),
         **per_token,
@@ -173,16 +174,6 @@ def _positions(samples: Sequence[Sample]) -> Tensor:
         for sample, count in zip(samples, counted, strict=True)
     ]
     return torch.cat(own, dim=1)
-
-
-def _images(samples: Sequence[Sample]) -> Images | None:
-    found = [sample.images for sample in samples if sample.images is not None]
-    if not found:
-        return None
-    return Images(
-        pixel_values=torch.cat([images.pixel_values for images in found]),
-        image_grid_thw=torch.cat([images.image_grid_thw for images in found]),
-    )
 
 
 def _empty_batch(samples: Sequence[Sample], present: list[str]) -> TokenBatch:

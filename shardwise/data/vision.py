@@ -111,7 +111,7 @@ class Vision:
                     "tell apart then; set model.chat_template=FILE to a template that writes a mark around every "
                     "image, or put words between them"
                 )
-        counts = map(self._reader.num_tokens, image_refs)
+        counts = (image_ref.num_tokens for image_ref in image_refs)
         expanded: list[int] = []
         mask: list[bool] = []
         for token_id, is_trained in zip(tokens, loss_mask, strict=True):
@@ -127,17 +127,16 @@ class Vision:
         left = tokens.count(self._image_token_id)
         kept: list[ImageRef] = []
         for image_ref in image_refs:
-            count = self._reader.num_tokens(image_ref)
-            if count > left:
+            if image_ref.num_tokens > left:
                 return len(tokens) - left, kept  # what is left of it stands at the end
             kept.append(image_ref)
-            left -= count
+            left -= image_ref.num_tokens
         return len(tokens), kept
 
     def position_ids(self, token_ids: Tensor, image_refs: Sequence[ImageRef]) -> Tensor:
         """[L] -> [3, L]: where each token is in time, height and width, as the model itself counts."""
         kinds = (token_ids == self._image_token_id).int()
-        grids = torch.tensor([image_ref.grid for image_ref in image_refs])
+        grids = torch.tensor([image_ref.size for image_ref in image_refs])
         positions, _ = self._rope_index(token_ids[None], kinds[None], image_grid_thw=grids)
         return positions[:, 0]
 

@@ -1,6 +1,5 @@
 """One model, sharded with fully_shard, and its optimizer. Knows nothing of algorithms, rollouts or controllers."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -213,7 +212,7 @@ class TrainEngine:
     def own_images(self, image_refs: Sequence[ImageRef]) -> range:
         """Which images of a micro-batch this rank processes: ranks that share sequences divide them."""
         rank = 0 if self._backend.ulysses is None else self._backend.ulysses.rank
-        return divide_images([math.prod(image_ref.grid) for image_ref in image_refs], self._ulysses_size())[rank]
+        return divide_images([image_ref.num_patches for image_ref in image_refs], self._ulysses_size())[rank]
 
     def trace(self) -> AbstractContextManager[ModuleTrace]:
         """Inside this context, keeps what this rank's modules compute, by the names that they have in transformers."""

@@ -60,7 +60,6 @@ from shardwise.families import (
     unreached_modules,
     unseen_modules,
     unsupported_reason,
-    vision_path,
     wrapper_reason,
 )
 from shardwise.model_config import blaming_config, read_model_config, require_generates, require_no_critic
@@ -219,7 +218,7 @@ def build_unloaded(
         spread_experts(hf_model, shared, mesh.ep)
     if config.compile_layers:
         # Blocks of a tower loop over images, as many as there are: each number of them would be compiled anew.
-        compile_layers(hf_model, units.layers_outside(vision_path(hf_model)))
+        compile_layers(hf_model, units.decoder_layers)
     if isinstance(config, EngineConfig):
         checkpoint_layers(hf_model, units.layers, config)  # inside the unit: recomputing finds the weights gathered
     model = ScoringModel(hf_model, make_head(hf_model, head_name))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModulePrecisionConfig
 from shardwise.engine.names import CONTAINERS, closest_modules, has_parameters, is_within
-from shardwise.families import vision_path
+from shardwise.families import vision_paths
 
 
 class Precision:
@@ -25,7 +25,7 @@ class Precision:
         Raises:
             ConfigError: an entry of module_precision matches no module, or has no effect.
         """
-        self._tower = vision_path(model)
+        self._vision = vision_paths(model)
         self._compute: torch.dtype = getattr(torch, config.param_dtype)
         self._reduce: torch.dtype = self._compute
         self._master: torch.dtype = self._compute
@@ -62,7 +62,7 @@ class Precision:
         at = None if path is None else self._override_of(path)
         if path is None or at is None:
             # A vision tower casts pixels itself, and its blocks rotate in float32 by angles that must not be cast.
-            sees = path is not None and self._tower is not None and is_within(path, self._tower)
+            sees = path is not None and any(is_within(path, outer) for outer in self._vision)
             return MixedPrecisionPolicy(
                 param_dtype=self._compute, reduce_dtype=self._reduce, cast_forward_inputs=not sees
             )

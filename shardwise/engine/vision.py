@@ -1,10 +1,8 @@
 """Images on their way into a language model: the tower's features, where the tokens of a rank need them.
 
-Shapes: P ranks that share a pack, I images, N patches of all of them, F values of a patch, m patches that are merged
-into one image token.
+Shapes: P ranks that share a pack, I images.
 """
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.engine.ulysses import Ulysses
-from shardwise.families import takes_images
+from shardwise.families import Tower, takes_images, tower_of
 from shardwise.types import Images, TokenBatch
-from shardwise.uploads import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ class ImageShare:
     """
 
     images: Images
-    """On the device; a black one of a single token, whose features nobody is sent, where a rank has none of its own."""
+    """On the device; a black one, whose features nobody is sent, where a rank has none of its own."""
     sent: list[int]
     """How many features of these images each rank's tokens need."""
     received: list[int]
@@ -39,26 +36,19 @@ class ImageShare:
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """What a model's config says about its vision tower."""
+    """A model's vision tower, as ranks that share a pack look through it."""
 
     image_token_id: int
-    """What stands for a part of an image, as many tokens as it has merged patches."""
-    merge_size: int
-    """Patches that are merged in height, and in width."""
-    num_values: int
-    """F."""
+    """What stands for a part of an image."""
+    tower: Tower
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self | None:
         """None for a model that is given no images."""
-        if not takes_images(model):
+        tower = tower_of(model.config)
+        if tower is None or not takes_images(model):
             return None
-        vision = model.config.vision_config
-        return cls(
-            image_token_id=model.config.image_token_id,
-            merge_size=vision.spatial_merge_size,
-            num_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
-        )
+        return cls(image_token_id=model.config.image_token_id, tower=tower)
 
     def share(self, batch: TokenBatch, num_tokens: Sequence[int], *, rank: int, device: torch.device) -> ImageShare:
         """`batch` lies on the host, and has either all images read or those that `divide_images` gives this rank.
@@ -66,13 +56,15 @@ class VisionTower:
         Args:
             num_tokens: [P], the image tokens of each rank.
         """
-        num_patches = _num_patches(batch)
+        num_patches, num_features = _counts(batch)
         divided = divide_images(num_patches, len(num_tokens))
-        patches = _consecutive([sum(num_patches[own.start : own.stop]) for own in divided])
-        features = [range(own.start // self._merged, own.stop // self._merged) for own in patches]
+        patches, features = (
+            _consecutive([sum(counts[own.start : own.stop]) for own in divided])
+            for counts in (num_patches, num_features)
+        )
         tokens = _consecutive(num_tokens)
         return ImageShare(
-            images=self._own_images(batch, divided[rank], patches[rank], device),
+            images=self._own_images(batch, divided[rank], patches[rank]).to(device),
             sent=[_num_common(features[rank], others) for others in tokens],
             received=[_num_common(others, tokens[rank]) for others in features],
         )
@@ -92,30 +84,26 @@ class VisionTower:
             features = torch.cat(list(parts))[: sum(share.sent)]
             return features if ulysses is None else ulysses.send_rows(features, share.sent, share.received)
 
-        images = share.images
-        seen = backbone.get_image_features(images.pixel_values, images.image_grid_thw, return_dict=True)
+        seen = backbone.get_image_features(**self.tower.arguments(share.images), return_dict=True)
         seen.pooler_output = [placed(seen.pooler_output)]
         if "deepstack_features" in seen:
             seen.deepstack_features = [[placed(feature)] for feature in seen.deepstack_features]
         return {"mm_encoder_outputs": {"image": seen}}
 
-    @property
-    def _merged(self) -> int:
-        """m."""
-        return self.merge_size**2
-
-    def _own_images(self, batch: TokenBatch, own: range, patches: range, device: torch.device) -> Images:
+    def _own_images(self, batch: TokenBatch, own: range, patches: range) -> Images:
         if not own:
-            return Images(
-                pixel_values=torch.zeros(self._merged, self.num_values, device=device),
-                image_grid_thw=torch.tensor([[1, self.merge_size, self.merge_size]], device=device),
-            )
-        assert batch.images is not None, "images that nobody has read"
-        pixels, grids = batch.images.pixel_values, batch.images.image_grid_thw
+            return self.tower.black()
+        images = batch.images
+        assert images is not None, "images that nobody has read"
         if not batch.image_refs:
-            pixels, grids = pixels[patches.start : patches.stop], grids[own.start : own.stop]
-        assert (len(pixels), len(grids)) == (len(patches), len(own)), "the images of another rank"
-        return Images(pixel_values=to_device(pixels, device), image_grid_thw=to_device(grids, device))
+            images = Images(
+                pixel_values=images.pixel_values[patches.start : patches.stop],
+                num_patches=images.num_patches[own.start : own.stop],
+                num_tokens=images.num_tokens[own.start : own.stop],
+                sizes=images.sizes[own.start : own.stop],
+            )
+        assert (len(images.pixel_values), len(images.sizes)) == (len(patches), len(own)), "the images of another rank"
+        return images
 
 
 def divide_images(num_patches: Sequence[int], num_ranks: int) -> list[range]:
@@ -133,12 +121,14 @@ def divide_images(num_patches: Sequence[int], num_ranks: int) -> list[range]:
     return [range(bisect_left(ranks, rank), bisect_right(ranks, rank)) for rank in range(num_ranks)]
 
 
-def _num_patches(batch: TokenBatch) -> list[int]:
-    """Of each image of the pack, whoever has read it."""
+def _counts(batch: TokenBatch) -> tuple[list[int], list[int]]:
+    """Patches, and tokens, of each image of the pack, whoever has read it."""
     if batch.image_refs:
-        return [math.prod(image_ref.grid) for image_ref in batch.image_refs]
-    counts: list[int] = [] if batch.images is None else batch.images.image_grid_thw.prod(1).tolist()
-    return counts
+        refs = batch.image_refs
+        return [image_ref.num_patches for image_ref in refs], [image_ref.num_tokens for image_ref in refs]
+    if batch.images is None:
+        return [], []
+    return batch.images.num_patches.tolist(), batch.images.num_tokens.tolist()
 
 
 def _consecutive(counts: Sequence[int]) -> list[range]:

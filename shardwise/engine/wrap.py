@@ -15,7 +15,7 @@ from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicy
 from shardwise.engine.mesh import EngineMesh, divisors
 from shardwise.engine.names import CONTAINERS, closest_classes, has_parameters, is_within, outermost
 from shardwise.engine.precision import Precision
-from shardwise.families import decoder_layers, unseen_modules, vision_path
+from shardwise.families import decoder_layers, unseen_modules, vision_paths
 from shardwise.ops import plain_name
 
 MIN_TORCH = "2.13"
@@ -105,7 +105,7 @@ class Units:
         """The paths of what moe_experts names, and of experts that ranks share."""
         self.inner = [*self.experts, *precision.overrides]
         """The paths of units beside layers: experts and what computes in another dtype."""
-        self._tower = vision_path(model)
+        self._vision = vision_paths(model)
         self._precision = precision
         self._config = config
         self._is_tied = bool(model.get_expanded_tied_weights_keys())
@@ -117,9 +117,10 @@ class Units:
                     "set it to false"
                 )
 
-    def layers_outside(self, path: str | None) -> list[str]:
-        """The layers that are not in the module at `path`."""
-        return [layer for layer in self.layers if path is None or not is_within(layer, path)]
+    @property
+    def decoder_layers(self) -> list[str]:
+        """The layers that are not in a vision tower that is shown images."""
+        return [layer for layer in self.layers if not any(is_within(layer, outer) for outer in self._vision)]
 
     def require_whole(self, paths: Sequence[str], key: str) -> None:
         """Raises ConfigError if a module at one of `paths` is a unit or holds one inside it."""
@@ -145,9 +146,8 @@ class Units:
         # From the last module to the first, so inner ones before outer ones. A wrapper and what it wraps have one plain
         # name: the wrapper, named first, goes in last and is the unit.
         modules = {plain_name(path): module for path, module in reversed(list(hf_model.named_modules()))}
-        chosen = {*self.layers, *self.experts, *self._precision.overrides}
-        if self._tower is not None:
-            chosen.add(self._tower)  # for what is around its blocks: embeddings of patches, mergers
+        # The vision tower too, for what is around its blocks: embeddings of patches, mergers.
+        chosen = {*self.layers, *self.experts, *self._precision.overrides, *self._vision}
         if wrap.wrap_embeddings:
             chosen.update(path for path, module in modules.items() if module is hf_model.get_input_embeddings())
         self._require_no_projection(chosen, modules, head)

@@ -26,7 +26,6 @@ from shardwise.families.routers import (
 from shardwise.families.support import (
     DROPS_KEYWORDS,
     UNREGISTERED_ATTENTION,
-    VISION_CONFIG,
     attention_layers,
     attention_of,
     backbone,
@@ -41,7 +40,8 @@ from shardwise.families.support import (
     unreached_modules,
     unseen_modules,
     unsupported_reason,
-    vision_path,
+    vision_paths,
     vision_reason,
     wrapper_reason,
 )
+from shardwise.families.towers import VISION_CONFIG, GridTower, Tower, tower_of

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.families.proven import is_proven, with_release
+from shardwise.families.towers import VISION_CONFIG, tower_of
 from shardwise.ops.logits import LogitTransform
 
 CHUNKED = "chunked_attention"
@@ -188,12 +189,10 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return next((list(modules) for modules in lists if len(modules) == num_layers), [])
 
 
-VISION_CONFIG = "vision_config"
 _FINDS_POSITIONS = "get_rope_index"
 """The method of a model that computes positions for the tokens of an image."""
 FOR_IMAGES_ALONE = {"vision_moe"}
 """Parts of decoder layers that no text token reaches: experts of ERNIE 4.5 VL."""
-_VISION_SIZES = ("spatial_merge_size", "in_channels", "temporal_patch_size", "patch_size")
 
 
 def language_model_class(config: Any, causal: Any, with_images: Any, bare: Any) -> Any:
@@ -266,9 +265,10 @@ def takes_images(model: Any) -> bool:
 def vision_reason(model: Any) -> str | None:
     """Says why images cannot be shown to a model; None if they can. Supported are models with the interface of the Qwen
     and GLM families; others have another kind of placeholders, masks or positions."""
-    whole, vision = backbone(model), getattr(model.config, VISION_CONFIG, None)
+    whole = backbone(model)
     missing = [name for name in ("get_image_features", _FINDS_POSITIONS) if not hasattr(whole, name)]
-    missing += [f"{VISION_CONFIG}.{name}" for name in _VISION_SIZES if not hasattr(vision, name)]
+    if tower_of(model.config) is None:
+        missing.append("vision tower of a kind that images are prepared for")
     taken = {"forward": "mm_encoder_outputs", _FINDS_POSITIONS: "mm_token_type_ids"}
     missing += [
         f"{argument} among what {method} takes"
@@ -292,21 +292,24 @@ def unseen_modules(model: Any) -> list[str]:
     """Returns the paths of the modules that text does not reach, for a model that also sees or hears but is trained on
     text alone: what lies beside its language model, and what its layers have for images only. Empty for a model that
     training shows images."""
+    beside = _beside_language_model(model)
+    if not beside or takes_images(model):
+        return []
+    inside = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in FOR_IMAGES_ALONE]
+    return [*inside, *beside]
+
+
+def vision_paths(model: Any) -> list[str]:
+    """Returns the paths of the vision tower and of what follows it, in the order of the forward pass; empty for a model
+    that takes no images."""
+    return _beside_language_model(model) if takes_images(model) else []
+
+
+def _beside_language_model(model: Any) -> list[str]:
+    """Returns the paths of the modules beside the language model of a whole checkpoint; empty for one by itself."""
     whole, decoder = backbone(model), model.get_decoder()
     holders = {id(child) for child in whole.children() if any(part is decoder for part in child.modules())}
-    if not holders or takes_images(model):
+    if not holders:
         return []
     beside = {id(child) for child in whole.children() if any(True for _ in child.parameters())} - holders
-    return [
-        path
-        for path, part in model.named_modules()
-        if id(part) in beside or path.rpartition(".")[2] in FOR_IMAGES_ALONE
-    ]
-
-
-def vision_path(model: Any) -> str | None:
-    """Returns the path of the vision tower; None for a model that takes no images."""
-    if not takes_images(model):
-        return None
-    kind = type(model.config.vision_config)
-    return next(path for path, part in model.named_modules() if type(getattr(part, "config", None)) is kind)
+    return [path for path, part in model.named_modules() if id(part) in beside]

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.families import backbone, takes_images, vision_reason
+from shardwise.families import Tower, backbone, takes_images, tower_of, vision_reason
 from shardwise.types import GenerateRequest, Images
 
 
@@ -35,13 +35,12 @@ def image_spans(request: GenerateRequest, model: PreTrainedModel) -> list[tuple[
         if request.images is not None:
             raise ModelError(f"{request.uid} has images: {reason}")
         return []
-    token_id, merged = model.config.image_token_id, model.config.vision_config.spatial_merge_size**2
-    grids = [] if request.images is None else request.images.image_grid_thw.prod(1).tolist()
-    lengths = [grid // merged for grid in grids]
+    token_id = model.config.image_token_id
+    lengths = [] if request.images is None else request.images.num_tokens.tolist()
     places = [place for place, token in enumerate(request.prompt_ids) if token == token_id]
     if len(places) != sum(lengths):
         raise ModelError(
-            f"{request.uid}: the prompt has {len(places)} image tokens (id {token_id}), and its {len(grids)} images "
+            f"{request.uid}: the prompt has {len(places)} image tokens (id {token_id}), and its {len(lengths)} images "
             f"take {sum(lengths)}; give as many tokens as images take"
         )
     spans = [(places[end - length], length) for end, length in zip(accumulate(lengths), lengths, strict=True)]
@@ -52,10 +51,11 @@ def image_spans(request: GenerateRequest, model: PreTrainedModel) -> list[tuple[
 
 
 class CachedVisionTower:
-    """Runs the vision tower of a model of the Qwen or GLM families, for cached generation."""
+    """Runs the vision tower of a model, for cached generation."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, tower: Tower, device: torch.device) -> None:
         self._backbone = backbone(model)
+        self._tower = tower
         self._device = device
         self.image_token_id: int = model.config.image_token_id
         """The token that stands for a part of an image."""
@@ -63,7 +63,8 @@ class CachedVisionTower:
     @classmethod
     def of(cls, model: PreTrainedModel, device: torch.device) -> Self | None:
         """Wraps a model's vision tower; None for a model that sees no images."""
-        return cls(model, device) if takes_images(model) else None
+        tower = tower_of(model.config)
+        return cls(model, tower, device) if tower is not None and takes_images(model) else None
 
     def look(self, images: Sequence[Images]) -> dict[str, Any]:
         """Runs the tower once over the images of all prompts, in their order.
@@ -73,9 +74,8 @@ class CachedVisionTower:
         """
         if not images:
             return {}
-        pixels = torch.cat([one.pixel_values for one in images]).to(self._device)
-        grids = torch.cat([one.image_grid_thw for one in images]).to(self._device)
-        return {"mm_encoder_outputs": {"image": self._backbone.get_image_features(pixels, grids, return_dict=True)}}
+        arguments = self._tower.arguments(Images.joined(images).to(self._device))
+        return {"mm_encoder_outputs": {"image": self._backbone.get_image_features(**arguments, return_dict=True)}}
 
     def places(self, prompts: Sequence[Tensor], images: Sequence[Images | None]) -> tuple[Tensor, Tensor]:
         """Computes positions of tokens in time, height and width, with the model's own method (M-RoPE).
@@ -93,7 +93,7 @@ class CachedVisionTower:
         for number, (tokens, own) in enumerate(zip(prompts, images, strict=True)):
             if own is not None:
                 kinds = (tokens == self.image_token_id).int()[None]
-                found, delta = self._backbone.get_rope_index(tokens[None], kinds, image_grid_thw=own.image_grid_thw)
+                found, delta = self._backbone.get_rope_index(tokens[None], kinds, image_grid_thw=own.sizes)
                 positions[:, number, : len(tokens)] = found[:, 0]
                 ahead[number] = delta.item()
         return positions.to(self._device), ahead.to(self._device)

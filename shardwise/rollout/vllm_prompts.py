@@ -6,7 +6,6 @@ vLLM is imported when it is used, so that this file can be read without it.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from transformers import PreTrainedModel
 
 from shardwise.checksum import checksum
@@ -65,10 +64,10 @@ def engine_input(request: GenerateRequest, model: PreTrainedModel) -> "EngineInp
     if request.images is None:
         return tokens_input(token_ids)
     fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes(_KIND, _num_patches(request.images)),
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes(_KIND, request.images.num_patches),
         "image_grid_thw": MultiModalFieldConfig.batched(_KIND, keep_on_cpu=True),
     }
-    values = {name: getattr(request.images, name) for name in fields}
+    values = {"pixel_values": request.images.pixel_values, "image_grid_thw": request.images.sizes}
     return mm_input(
         token_ids,
         MultiModalKwargsItems.from_hf_inputs(values, fields),
@@ -77,12 +76,7 @@ def engine_input(request: GenerateRequest, model: PreTrainedModel) -> "EngineInp
     )
 
 
-def _num_patches(images: Images) -> torch.Tensor:
-    """Of each."""
-    return images.image_grid_thw.prod(1)
-
-
 def _digests(images: Images) -> list[str]:
     """Which tell images from each other where vLLM keeps what it has computed of them."""
-    parts = images.pixel_values.split(_num_patches(images).tolist())
-    return [f"{checksum(pixels):x} {grid.tolist()}" for pixels, grid in zip(parts, images.image_grid_thw, strict=True)]
+    parts = images.pixel_values.split(images.num_patches.tolist())
+    return [f"{checksum(pixels):x} {size.tolist()}" for pixels, size in zip(parts, images.sizes, strict=True)]

@@ -145,9 +145,9 @@ def test_images_stand_where_the_messages_have_a_place_for_them(load, picture, vi
     expected = [*tokenizer.encode("<|user|>"), *words, *tokenizer.encode("<|end|><|assistant|>5<|end|>")]
     assert sample.token_ids.tolist() == expected
     assert tokenizer.decode(sample.token_ids[sample.loss_mask]) == "5<|end|>"
-    found = vision._reader._processor([images[0], Image.open(tmp_path / "1.jpg")], return_tensors="pt")
+    found = vision._reader._processor._processor([images[0], Image.open(tmp_path / "1.jpg")], return_tensors="pt")
     assert torch.equal(sample.images.pixel_values, found["pixel_values"])
-    assert sample.images.image_grid_thw.tolist() == [[1, 2, 4], [1, 6, 2]]
+    assert sample.images.sizes.tolist() == [[1, 2, 4], [1, 6, 2]]
 
 
 def test_positions_are_those_that_the_model_finds_itself(load, picture, model):
@@ -158,7 +158,7 @@ def test_positions_are_those_that_the_model_finds_itself(load, picture, model):
         ]
     )
     kinds = (first.token_ids == PAD).int()[None]
-    expected, _ = model.model.get_rope_index(first.token_ids[None], kinds, first.images.image_grid_thw)
+    expected, _ = model.model.get_rope_index(first.token_ids[None], kinds, first.images.sizes)
     assert torch.equal(first.position_ids, expected[:, 0])
     assert not torch.equal(first.position_ids[1], torch.arange(len(first.token_ids)))
     assert second.position_ids is None
@@ -240,7 +240,7 @@ def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, 
     assert found.token_ids.tolist() == expected["input_ids"][0].tolist()
     read = ImageReader.load(tmp_path).read(found.image_refs)
     assert torch.equal(read.pixel_values, expected["pixel_values"])
-    assert torch.equal(read.image_grid_thw, expected["image_grid_thw"])
+    assert torch.equal(read.sizes, expected["image_grid_thw"])
     positions, _ = model.model.get_rope_index(
         expected["input_ids"], expected["mm_token_type_ids"], image_grid_thw=expected["image_grid_thw"]
     )
@@ -320,7 +320,7 @@ def test_an_image_that_would_be_cut_in_two_goes_with_the_end_of_its_row(load, pi
     whole = len(load([row])[0][0].token_ids)
     (sample,), loaded = load([row], max_sequence_tokens=whole - 6, on_overlong="truncate")
     assert loaded.counts == {"num_rows": 1, "num_dropped": 0, "num_truncated": 1}
-    assert sample.images.image_grid_thw.tolist() == [[1, 6, 6]]
+    assert sample.images.sizes.tolist() == [[1, 6, 6]]
     assert sample.token_ids[-1] == START
     assert sample.position_ids.shape == (3, len(sample.token_ids))
     with pytest.raises(DataError, match="0 of 1 rows left"):  # nothing before the first image is trained
@@ -425,7 +425,7 @@ def test_prompts_show_what_conversations_show(ask, load, picture, tokenizer, tmp
     length = len(shown.prompt_ids)
     assert shown.prompt_ids == expected.token_ids[:length].tolist()
     assert torch.equal(shown.position_ids, expected.position_ids[:, :length])
-    assert [one.grid for one in shown.image_refs] == [one.grid for one in expected.image_refs]
+    assert [one.size for one in shown.image_refs] == [one.size for one in expected.image_refs]
     assert shown.prompt.count(tokenizer.decode([PAD])) == 1
     assert (plain.image_refs, plain.position_ids) == ([], None)
     group = RolloutGroup(

@@ -6,15 +6,26 @@ import json
 import pytest
 import torch
 from PIL import Image, ImageOps
-from transformers import Glm4vImageProcessorPil, Glm46VImageProcessorPil, Qwen2VLImageProcessorPil
+from tiny_models import tiny_vision_model
+from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 
 from shardwise.config import DataError, ModelError
 from shardwise.data import ImageReader
+from shardwise.data.image_processors import GridProcessor
+from shardwise.families import GridTower
 
 
 @pytest.fixture
 def reader():
-    return ImageReader(Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}))
+    processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    return ImageReader(GridProcessor(processor), GridTower(merge_size=2, num_values=96))
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """Without an image processor."""
+    tiny_vision_model("qwen3_vl").config.save_pretrained(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -60,7 +71,7 @@ def test_an_image_in_memory_is_turned_as_its_file_is(reader, tmp_path):
     exif[274] = 6  # lies on its side
     data = encoded(Image.linear_gradient("L").resize((32, 16)).convert("RGB"), "JPEG", exif=exif)
     from_bytes, from_memory = reader.open(data, tmp_path, "x"), reader.open(Image.open(io.BytesIO(data)), tmp_path, "x")
-    assert from_bytes.grid == from_memory.grid
+    assert from_bytes.size == from_memory.size
     assert torch.equal(reader.read([from_bytes]).pixel_values, reader.read([from_memory]).pixel_values)
 
 
@@ -121,8 +132,8 @@ def test_a_photograph_is_turned_as_its_camera_says(reader, picture, tmp_path):
     orientation = Image.Exif()
     orientation[0x0112] = 6
     turned = reader.open(encoded(picture(0, (16, 24)), "JPEG", exif=orientation.tobytes()), tmp_path, "x")
-    assert turned.grid == [1, 4, 6]
-    assert reader.read([turned]).image_grid_thw.tolist() == [[1, 4, 6]]
+    assert turned.size == [1, 4, 6]
+    assert reader.read([turned]).sizes.tolist() == [[1, 4, 6]]
 
 
 @pytest.mark.parametrize("orientation", range(10))
@@ -133,7 +144,7 @@ def test_every_orientation_is_the_one_of_pillow(reader, orientation, tmp_path):
     data = encoded(photograph, "WEBP", exif=exif.tobytes(), lossless=True)
     expected = reader.open(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), tmp_path, "x")
     found = reader.open(data, tmp_path, "x")
-    assert found.grid == expected.grid
+    assert found.size == expected.size
     assert torch.equal(reader.read([found]).pixel_values, reader.read([expected]).pixel_values)
 
 
@@ -150,13 +161,13 @@ def test_exif_data_that_cannot_be_written_again_do_not_matter(reader, picture, t
     exif[0x0112], exif[0x011A] = 6, 72.0
     data = exif.tobytes().replace(b"\x01\x1a\0\x05", b"\x01\x1a\0\x02")  # the resolution is said to be a text
     found = reader.open(encoded(picture(0, (16, 24)), "WEBP", exif=data), tmp_path, "x")
-    assert reader.read([found]).image_grid_thw.tolist() == [[1, 4, 6]]
+    assert reader.read([found]).sizes.tolist() == [[1, 4, 6]]
 
 
 def test_a_large_image_is_scaled_down_as_the_processor_does(reader, picture, tmp_path):
     found = reader.open(encoded(picture(0, (64, 48))), tmp_path, "x")
-    assert found.grid == [1, 6, 8]  # 768 of 3,072 pixels: at most 1,024, in multiples of 8
-    assert reader.num_tokens(found) == 12
+    assert found.size == [1, 6, 8]  # 768 of 3,072 pixels: at most 1,024, in multiples of 8
+    assert found.num_tokens == 12
     assert reader.read([found]).pixel_values.shape == (48, 96)
 
 
@@ -176,49 +187,28 @@ def test_several_are_read_in_their_order(reader, tmp_path):
     together = reader.read(pictures)
     alone = [reader.read([one]) for one in pictures]
     assert torch.equal(together.pixel_values, torch.cat([one.pixel_values for one in alone]))
-    assert together.image_grid_thw.tolist() == [one.grid for one in pictures]
+    assert together.sizes.tolist() == [one.size for one in pictures]
 
 
-TINY = {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 4096}}
-SMALL_AND_LARGE = [(16, 8), (24, 24), (20, 36), (5, 3), (3, 40), (1, 1), (64, 48), (100, 30)]
-
-
-@pytest.mark.parametrize("kind", [Qwen2VLImageProcessorPil, Glm4vImageProcessorPil, Glm46VImageProcessorPil])
-@pytest.mark.parametrize(("options", "sizes"), [(TINY, SMALL_AND_LARGE), ({}, [(30, 20), (644, 483), (1700, 1200)])])
-def test_every_families_images_are_those_of_its_own_processor(kind, options, sizes, tmp_path):
-    """GLM's limits hold for the pixels of two frames, and it scales small images up to a patch first."""
-    processor = kind(**options)
-    processor.save_pretrained(tmp_path)
-    reader = ImageReader.load(tmp_path)
-    assert type(reader._processor) is kind
-    for size in sizes:
-        image = Image.effect_noise(size, 90).convert("RGB")
-        found = reader.open(image, tmp_path, "x")
-        expected = processor([image], return_tensors="pt")
-        assert [found.grid] == expected["image_grid_thw"].tolist()
-        assert reader.num_tokens(found) == processor.get_number_of_image_patches(*size[::-1]) // 4
-        assert torch.equal(reader.read([found]).pixel_values, expected["pixel_values"])
-
-
-def test_only_processors_of_qwen_and_glm_are_taken(tmp_path):
-    """Models of others, such as Gemma 3, go on learning from text."""
-    from transformers import CLIPImageProcessorPil
-
-    CLIPImageProcessorPil().save_pretrained(tmp_path)
-    assert ImageReader.load(tmp_path) is None
-    Qwen2VLImageProcessorPil(do_resize=False).save_pretrained(tmp_path)
+def test_only_a_processor_for_the_tower_of_the_model_is_taken(model_folder):
+    """A model with the processor of another kind goes on learning from text."""
+    CLIPImageProcessorPil().save_pretrained(model_folder)
+    assert ImageReader.load(model_folder) is None
+    Qwen2VLImageProcessorPil(do_resize=False).save_pretrained(model_folder)
     with pytest.raises(ModelError, match=r"preprocessor_config\.json: do_resize=false is not supported"):
-        ImageReader.load(tmp_path)
+        ImageReader.load(model_folder)
+    Qwen2VLImageProcessorPil().save_pretrained(model_folder)
+    assert ImageReader.load(model_folder) is not None
 
 
-def test_a_processor_is_read_where_transformers_5_writes_it(reader, picture, tmp_path):
+def test_a_processor_is_read_where_transformers_5_writes_it(reader, picture, model_folder):
     """Beside that of text and videos, in one file."""
-    tree = {"image_processor": reader._processor.to_dict(), "processor_class": "Qwen2VLProcessor"}
-    (tmp_path / "processor_config.json").write_text(json.dumps(tree))
-    found = ImageReader.load(tmp_path)
+    tree = {"image_processor": reader._processor._processor.to_dict(), "processor_class": "Qwen2VLProcessor"}
+    (model_folder / "processor_config.json").write_text(json.dumps(tree))
+    found = ImageReader.load(model_folder)
     one = [picture(3, (24, 16))]
     assert torch.equal(
-        *(r.read([r.open(image, tmp_path, "it") for image in one]).pixel_values for r in (found, reader))
+        *(r.read([r.open(image, model_folder, "it") for image in one]).pixel_values for r in (found, reader))
     )
 
 

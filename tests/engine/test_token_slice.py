@@ -9,6 +9,7 @@ from shardwise.data.packing import pack
 from shardwise.engine.token_slice import ScoredTokens, TokenSlice
 from shardwise.engine.ulysses import Ulysses
 from shardwise.engine.vision import VisionTower
+from shardwise.families import GridTower
 from shardwise.types import Images, TokenBatch
 
 CPU = torch.device("cpu")
@@ -115,9 +116,14 @@ def test_trap_10_positions_and_image_tokens_are_cut_where_the_tokens_are():
         cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32),
         loss_mask=torch.tensor([False] * 8 + [True]),
         sample_index=[0, 1],
-        images=Images(pixel_values=torch.arange(4.0)[:, None], image_grid_thw=torch.tensor([[1, 1, 2]] * 2)),
+        images=Images(
+            pixel_values=torch.arange(4.0)[:, None],
+            num_patches=torch.tensor([2, 2]),
+            num_tokens=torch.tensor([2, 2]),
+            sizes=torch.tensor([[1, 1, 2]] * 2),
+        ),
     )
-    tower = VisionTower(image_token_id=image, merge_size=1, num_values=1)
+    tower = VisionTower(image_token_id=image, tower=GridTower(merge_size=1, num_values=1))
     first, second = (
         TokenSlice.of(batch, ScoredTokens.TRAINED, ulysses=Place(rank, 2), device=CPU, tower=tower) for rank in (0, 1)
     )

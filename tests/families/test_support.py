@@ -304,7 +304,7 @@ def test_what_no_word_reaches_is_named():
         ("qwen3_vl", None),
         ("mistral3", "it has no get_rope_index"),
         ("qwen3_omni_moe_thinker", "it has no mm_token_type_ids among what get_rope_index takes"),
-        ("hunyuan_vl", "it has no vision_config.in_channels"),
+        ("hunyuan_vl", "it has no vision tower of a kind that images are prepared for"),
     ],
 )
 def test_a_model_is_shown_images_if_it_takes_them_as_those_of_qwen_and_glm_do(family, reason):

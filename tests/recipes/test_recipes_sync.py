@@ -27,7 +27,7 @@ RECEIPT = {
 }
 PROMPTS = [[5], [6, 7, 8], list(range(20)), [9, 9]]
 IMAGE = 6
-SEEN = ImageRef(name="a picture", path="a.png", grid=[1, 2, 4])
+SEEN = ImageRef(name="a picture", path="a.png", num_patches=8, num_tokens=2, size=[1, 2, 4])
 
 
 def example(prompt_ids, **options) -> Example:

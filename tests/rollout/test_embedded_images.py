@@ -49,7 +49,7 @@ def generated(model, sample: Sample) -> list[int]:
     """By transformers' greedy generate, of one prompt."""
     seen = {}
     if sample.images is not None:
-        seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.image_grid_thw}
+        seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.sizes}
         seen["mm_token_type_ids"] = (sample.token_ids == IMAGE).int()[None]
     model.base_model.rope_deltas = None
     tokens = model.generate(

@@ -9,9 +9,9 @@ from stubbed_sglang import GPU, open_engine, request
 from transformers import LlamaForCausalLM
 
 from shardwise.config import ConfigError, ModelError, SglangRollout, TrainingError
+from shardwise.families import GridTower
 from shardwise.rollout import SglangEngine, sglang
 from shardwise.rollout.sampling import stream_key
-from shardwise.types import Images
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_what_sglang_cannot_sample_or_show_is_refused(sglang_engine):
     with pytest.raises(ConfigError, match=r"min_p=0\.1 in a request to SGLang"):
         sglang_engine.generate([request(min_p=0.1)])
     assert sglang_engine.generate([request(min_p=0.1, temperature=0.0)])
-    seen = Images(pixel_values=torch.zeros(4, 96), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    seen = GridTower(merge_size=2, num_values=96).black()
     with pytest.raises(ConfigError, match="has images, which Shardwise does not pass on to SGLang"):
         sglang_engine.generate([request(images=seen)])
     with pytest.raises(ConfigError, match="the modules of a server cannot be seen"):

@@ -22,11 +22,11 @@ from shardwise.config import (
     SamplingConfig,
     TrainingError,
 )
+from shardwise.families import GridTower
 from shardwise.processes import end_group
 from shardwise.recipes.rank.rollout_engines import build_rollout
 from shardwise.rollout import SupervisedEngine, VllmEngine
 from shardwise.transfer import sync_local
-from shardwise.types import Images
 
 __all__ = ["marked", "vllm_folder"]  # fixtures
 
@@ -48,7 +48,7 @@ def test_sleeping_is_refused_on_a_cpu(folder):
 
 @needs_vllm
 def test_images_of_a_model_that_sees_none_are_refused(engine):
-    seen = Images(pixel_values=torch.zeros(4, 96), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    seen = GridTower(merge_size=2, num_values=96).black()
     with pytest.raises(ModelError, match=r"^a has images: "):
         engine.generate([request(images=seen)])
 

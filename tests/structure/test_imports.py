@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "checksum": {"ops"},
     "memfd": set(),
     "model_config": {"config"},
-    "families": {"ops"},
+    "families": {"ops", "types"},
     "ops": {"uploads"},
 }
 """Folders and top-level modules. Each may import itself too, and `shardwise`, which holds only the version."""

@@ -40,7 +40,7 @@ def as_image_refs(sample: Sample, folder) -> Sample:
         return sample
     reader = ImageReader.load(folder)
     image_refs = []
-    for number, (_, height, width) in enumerate(sample.images.image_grid_thw.tolist()):
+    for number, (_, height, width) in enumerate(sample.images.sizes.tolist()):
         file = io.BytesIO()
         Image.effect_noise((4 * width, 4 * height), 60 + number).convert("RGB").save(file, "PNG")
         image_refs.append(reader.open(file.getvalue(), folder, f"row {sample.uid}: image {number + 1}"))
@@ -83,7 +83,7 @@ def shared(folder: str, shards) -> tuple[list[torch.Tensor], list[str]]:
     worker = Worker(torch.device("cpu"))
     worker.build_engine("policy", source(folder, EngineConfig(ulysses_size=2).frozen()))
     hosted = worker.engines["policy"]
-    hosted.reader = WatchedReader(hosted.reader._processor)
+    hosted.reader = WatchedReader(hosted.reader._processor, hosted.reader._tower)
     return worker.score(shards[0], "policy", True), hosted.reader.names
 
 
@@ -115,7 +115,7 @@ def test_a_bundle_has_the_images_that_other_ranks_looked_at(run_ranks, folder, t
     (batch,) = step.shards[0]
     expected = ImageReader.load(folder).read(batch.image_refs)
     assert torch.equal(written.images.pixel_values, expected.pixel_values)
-    assert torch.equal(written.images.image_grid_thw, expected.image_grid_thw)
+    assert torch.equal(written.images.sizes, expected.sizes)
 
 
 def read_bundle(path: str) -> TokenBatch:
@@ -221,6 +221,6 @@ def test_a_bundle_keeps_the_images_of_a_micro_batch():
     found = _batch(dict(_named_tensors(batch)), record)
     assert torch.equal(found.position_ids, batch.position_ids)
     assert torch.equal(found.images.pixel_values, batch.images.pixel_values)
-    assert torch.equal(found.images.image_grid_thw, batch.images.image_grid_thw)
+    assert torch.equal(found.images.sizes, batch.images.sizes)
     words = replace(batch, images=None)
     assert _batch(dict(_named_tensors(words)), record).images is None
