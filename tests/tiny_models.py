@@ -145,7 +145,7 @@ def tiny_model(family: str, *, seed: int = 0, **overrides):
     return model
 
 
-VISION_FAMILIES = (
+PLACED_FAMILIES = (
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
@@ -157,6 +157,8 @@ VISION_FAMILIES = (
     "glm4v_moe",
     "glm_ocr",
 )
+"""Those that see images and find the positions of their tokens themselves."""
+VISION_FAMILIES = (*PLACED_FAMILIES, "exaone4_5")
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
 """Token ids of the tiny models that see images."""
 
@@ -181,10 +183,12 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     qwen3_5_moe: likewise, with 4 fused experts and a shared one. qwen2_vl: a tower without windows and without learned
     positions; untied. glm4v, glm46v: learned positions are interpolated to the size of each image, heads are rotated in
     part; untied. glm4v_moe: likewise, with 4 fused experts and a shared one in the second decoder layer. glm_ocr: heads
-    are rotated whole, and the tower normalises queries and keys; untied.
+    are rotated whole, and the tower normalises queries and keys; untied. exaone4_5: a tower like qwen2_5_vl's with
+    fewer heads of keys and values; positions are counted; a window in the first decoder layer; untied.
     """
     from transformers import (
         AutoModelForImageTextToText,
+        Exaone4_5_Config,
         Glm4vConfig,
         Glm4vMoeConfig,
         Glm46VConfig,
@@ -211,6 +215,7 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    counted = text | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     vision = {
         "depth": 2,
         "hidden_size": 32,
@@ -257,6 +262,14 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
             vision_config=embedded,
             tie_word_embeddings=False,
             **words,
+        ),
+        "exaone4_5": lambda: Exaone4_5_Config(
+            text_config=counted
+            | {"model_type": "exaone4", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+            | overrides,
+            vision_config=vision | {"window_size": 16, "fullatt_block_indexes": [1], "num_key_value_heads": 1},
+            tie_word_embeddings=False,
+            **marks,
         ),
         "qwen2_vl": lambda: Qwen2VLConfig(
             text_config=text | overrides,

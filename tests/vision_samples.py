@@ -9,6 +9,7 @@ import torch
 from tiny_models import IMAGE, VISION_END, VISION_FAMILIES, VISION_START
 from torch import Tensor
 
+from shardwise.families import finds_positions
 from shardwise.types import Denominators, GenerateRequest, Images, Metrics, Sample, TokenBatch, TokenOutputs
 
 NUM_VALUES = 3 * 2 * 4 * 4
@@ -17,9 +18,9 @@ GRIDS = ([(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [])
 """Height and width of the images of each sample, in patches: two of them, none, one, none."""
 
 
-def vision_families(*quick: str) -> list[Any]:
+def vision_families(*quick: str, of: Sequence[str] = VISION_FAMILIES) -> list[Any]:
     """All of them as parameters of a test, of which `make test` runs those named."""
-    return [*quick, *(pytest.param(name, marks=pytest.mark.full) for name in VISION_FAMILIES if name not in quick)]
+    return [*quick, *(pytest.param(name, marks=pytest.mark.full) for name in of if name not in quick)]
 
 
 def vision_sample(model, uid: str, grids: Sequence[tuple[int, int, int]], *, seed: int) -> Sample:
@@ -37,14 +38,17 @@ def vision_sample(model, uid: str, grids: Sequence[tuple[int, int, int]], *, see
     if not grids:
         return Sample(uid=uid, token_ids=tokens, loss_mask=mask)
     grid = torch.tensor(grids)
-    positions, _ = model.model.get_rope_index(tokens[None], (tokens == IMAGE).int()[None], image_grid_thw=grid)
+    positions = None
+    if finds_positions(model):
+        kinds = (tokens == IMAGE).int()[None]
+        positions = model.model.get_rope_index(tokens[None], kinds, image_grid_thw=grid)[0][:, 0]
     num_patches = grid.prod(1)
     pixels = torch.randn(int(num_patches.sum()), NUM_VALUES, generator=generator)
     return Sample(
         uid=uid,
         token_ids=tokens,
         loss_mask=mask,
-        position_ids=positions[:, 0],
+        position_ids=positions,
         images=Images(pixel_values=pixels, num_patches=num_patches, num_tokens=num_patches // 4, sizes=grid),
     )
 
@@ -55,16 +59,18 @@ def vision_samples(model, grids=GRIDS) -> list[Sample]:
 
 def reference_logits(model, sample: Sample) -> Tensor:
     """[L, V] of one sample alone by transformers' own forward, which finds positions itself; of a score head [1]."""
-    seen = {}
-    if sample.images is not None:
-        seen = {
-            "pixel_values": sample.images.pixel_values,
-            "image_grid_thw": sample.images.sizes,
-            "mm_token_type_ids": (sample.token_ids == IMAGE).int()[None],
-        }
-    model.base_model.rope_deltas = None
+    seen = transformers_inputs(model, sample)
     logits: Tensor = model(input_ids=sample.token_ids[None], use_cache=False, **seen).logits[0]
     return logits
+
+
+def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
+    """What transformers' forward and generate are given beside the tokens, as the family's processor writes it."""
+    model.base_model.rope_deltas = None
+    if sample.images is None:
+        return {}
+    seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.sizes}
+    return seen | ({"mm_token_type_ids": (sample.token_ids == IMAGE).int()[None]} if finds_positions(model) else {})
 
 
 def reference_logprobs(model, sample: Sample) -> Tensor:

@@ -25,4 +25,4 @@ from shardwise.data.synthetic import (
     wrong_addition,
 )
 from shardwise.data.tokenizer import check_vocabulary, load_tokenizer, longest_token
-from shardwise.data.vision import Vision
+from shardwise.data.vision import Vision, WordsAlone

@@ -13,7 +13,7 @@ from shardwise.config import DataError, ModelError
 from shardwise.data.chat import render_text
 from shardwise.data.images import ImageReader
 from shardwise.data.sources import Row, get_cell, has_column, preview, without_nulls
-from shardwise.families import takes_images
+from shardwise.families import finds_positions, vision_reason
 from shardwise.types import ImageRef
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ class Vision:
         tokenizer: "PreTrainedTokenizerBase",
         reader: ImageReader,
         image_token_id: int,
-        rope_index: Callable[..., tuple[Tensor, Tensor]],
+        rope_index: Callable[..., tuple[Tensor, Tensor]] | None,
     ) -> None:
         """
         Args:
             image_token_id: stands for a part of an image.
-            rope_index: the model's get_rope_index.
+            rope_index: the model's get_rope_index; None where the tokens of images are counted like words.
         """
         self._tokenizer = tokenizer
         self._reader = reader
@@ -62,12 +62,16 @@ class Vision:
             return None
         with blaming_config(folder, "ImageTextToText"), torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config)
-        if not takes_images(model):
-            return UnknownVision(config.model_type)
+        if reason := vision_reason(model):
+            return WordsAlone(
+                f"the family {config.model_type} learns from words alone ({reason}; docs/vision.md names the families "
+                "that learn from images); use a model of one of them"
+            )
         reader = ImageReader.load(folder)
         if reader is None:
             return None
-        return cls(tokenizer, reader, config.image_token_id, model.base_model.get_rope_index)
+        rope_index = model.base_model.get_rope_index if finds_positions(model) else None
+        return cls(tokenizer, reader, config.image_token_id, rope_index)
 
     def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[ImageRef]]:
         """The images of a conversation, or of a prompt that is a string, and the words with what the chat template
@@ -94,8 +98,8 @@ class Vision:
         """The sequence with as many tokens for each image as it takes, none of which is trained.
 
         Raises:
-            DataError: a message writes the image token itself, or nothing stands between two images: `position_ids`
-                would take them for one.
+            DataError: a message writes the image token itself, or nothing stands between two images that
+                `position_ids` would then take for one.
         """
         places = [place for place, token_id in enumerate(tokens) if token_id == self._image_token_id]
         if len(places) != len(image_refs):
@@ -105,7 +109,7 @@ class Vision:
                 f"writes it itself; write {PLACEHOLDER} for an image, and leave the model's own token out"
             )
         for number, (place, following) in enumerate(pairwise(places), start=1):
-            if following == place + 1:
+            if following == place + 1 and self.finds_positions:
                 raise DataError(
                     f"{origin}: nothing stands between image {number} and image {number + 1}, which the model cannot "
                     "tell apart then; set model.chat_template=FILE to a template that writes a mark around every "
@@ -133,8 +137,16 @@ class Vision:
             left -= image_ref.num_tokens
         return len(tokens), kept
 
-    def position_ids(self, token_ids: Tensor, image_refs: Sequence[ImageRef]) -> Tensor:
-        """[L] -> [3, L]: where each token is in time, height and width, as the model itself counts."""
+    @property
+    def finds_positions(self) -> bool:
+        """Whether the model itself says where the tokens of images are; else they are counted like words."""
+        return self._rope_index is not None
+
+    def position_ids(self, token_ids: Tensor, image_refs: Sequence[ImageRef]) -> Tensor | None:
+        """[L] -> [3, L]: where each token is in time, height and width, as the model itself counts; None if it counts
+        all of them like words."""
+        if self._rope_index is None:
+            return None
         kinds = (token_ids == self._image_token_id).int()
         grids = torch.tensor([image_ref.size for image_ref in image_refs])
         positions, _ = self._rope_index(token_ids[None], kinds[None], image_grid_thw=grids)
@@ -177,12 +189,12 @@ class Vision:
         return found
 
 
-class UnknownVision(Vision):
-    """Stands in for the Vision of a model whose images nobody here knows how to show: it learns from words alone."""
+class WordsAlone(Vision):
+    """Stands in for the Vision of a model that cannot be shown images here: it learns from words alone."""
 
-    def __init__(self, model_type: str) -> None:
-        """`model_type`: of config.json."""
-        self._model_type = model_type
+    def __init__(self, reason: str) -> None:
+        """`reason`: why, and what to do about it, for errors."""
+        self._reason = reason
 
     def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[ImageRef]]:
         """The messages, each with a content that is a string.
@@ -210,9 +222,8 @@ class UnknownVision(Vision):
 
     def _refusal(self, row: Row, what: str) -> DataError:
         return DataError(
-            f"{row.origin}: the row {what}, and the family {self._model_type} learns from words alone "
-            "(docs/vision.md names the families that learn from images); use a model of one of them, or leave all but "
-            "text out of messages, and set data.images_column to a column that is not there"
+            f"{row.origin}: the row {what}, and {self._reason}, or leave all but text out of messages, and set "
+            "data.images_column to a column that is not there"
         )
 
     def expand(

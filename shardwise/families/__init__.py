@@ -31,6 +31,7 @@ from shardwise.families.support import (
     backbone,
     decoder_layers,
     families_of,
+    finds_positions,
     hand_on_keywords,
     indexers,
     language_model_class,

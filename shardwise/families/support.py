@@ -190,7 +190,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 _FINDS_POSITIONS = "get_rope_index"
-"""The method of a model that computes positions for the tokens of an image."""
+"""The method of a model that computes positions for the tokens of an image (M-RoPE)."""
 FOR_IMAGES_ALONE = {"vision_moe"}
 """Parts of decoder layers that no text token reaches: experts of ERNIE 4.5 VL."""
 
@@ -263,24 +263,39 @@ def takes_images(model: Any) -> bool:
 
 
 def vision_reason(model: Any) -> str | None:
-    """Says why images cannot be shown to a model; None if they can. Supported are models with the interface of the Qwen
-    and GLM families; others have another kind of placeholders, masks or positions."""
+    """Says why images cannot be shown to a model; None if they can. Supported are models that take what their tower
+    made of images and whose positions are counted, or found by their own method; others have another kind of
+    placeholders, masks or positions."""
     whole = backbone(model)
-    missing = [name for name in ("get_image_features", _FINDS_POSITIONS) if not hasattr(whole, name)]
+    reasons = [] if hasattr(whole, "get_image_features") else ["it has no get_image_features"]
+    if _sees_images_both_ways(model):
+        reasons.append("the tokens of an image see each other both ways, and those of a pack only what is before them")
     if tower_of(model.config) is None:
-        missing.append("vision tower of a kind that images are prepared for")
+        reasons.append("it has no vision tower of a kind that images are prepared for")
     taken = {"forward": "mm_encoder_outputs", _FINDS_POSITIONS: "mm_token_type_ids"}
-    missing += [
-        f"{argument} among what {method} takes"
+    reasons += [
+        f"it has no {argument} among what {method} takes"
         for method, argument in taken.items()
         if hasattr(whole, method) and argument not in inspect.signature(getattr(whole, method)).parameters
     ]
-    if not missing:
+    if not reasons:
         return None
     return with_release(
         f"{type(model).__name__} (model_type {model.config.model_type}) is not supported as a model that sees images: "
-        f"it has no {missing[0]}"
+        f"{reasons[0]}"
     )
+
+
+def _sees_images_both_ways(model: Any) -> bool:
+    """Whether attention is not causal where the tokens of an image see each other (Gemma 3 and 4)."""
+    key = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+    return key == "vision" or "token_type_ids" in inspect.signature(backbone(model).forward).parameters
+
+
+def finds_positions(model: Any) -> bool:
+    """Whether the tokens of images are in time, height and width where a method of this model says (Qwen, GLM).
+    Elsewhere they are counted like words."""
+    return hasattr(backbone(model), _FINDS_POSITIONS)
 
 
 def unreached_modules(model: Any) -> list[str]:

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import ConfigError, EmbeddedRollout, ModelConfig, ModelError, SamplingConfig, VllmRollout
 from shardwise.console import warn
-from shardwise.data import Vision, check_vocabulary, load_tokenizer
+from shardwise.data import Vision, WordsAlone, check_vocabulary, load_tokenizer
 from shardwise.data.chat import turn_end_id
 from shardwise.engine import resolve_folder
 from shardwise.families import rotary_limit
@@ -71,8 +71,19 @@ class OpenedModel:
 
     def vision_in(self, rollout: SamplingConfig) -> Vision | None:
         """Returns how images are shown to the model where it also samples; None if the rollout cannot show any."""
-        can_show = isinstance(rollout.engine, EmbeddedRollout | VllmRollout) and rollout.environment is None
-        return self.vision if can_show else None
+        if rollout.environment is not None:
+            return None
+        match rollout.engine, self.vision:
+            case EmbeddedRollout() | VllmRollout(), WordsAlone() | None:
+                return self.vision
+            case VllmRollout(), Vision(finds_positions=False):
+                family = read_model_config(self.folder).model_type
+                return WordsAlone(
+                    f"rollout.engine=vllm is not given images of the family {family}; use rollout.engine=embedded"
+                )
+            case EmbeddedRollout() | VllmRollout(), _:
+                return self.vision
+        return None
 
     def require_media_banned(self, rollout: SamplingConfig) -> None:
         """Raises ConfigError: the engine may draw tokens that stand for images, which could not be trained on."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.families import Tower, backbone, takes_images, tower_of, vision_reason
+from shardwise.families import Tower, backbone, finds_positions, takes_images, tower_of, vision_reason
 from shardwise.types import GenerateRequest, Images
 
 
@@ -25,11 +25,11 @@ def requests_to_score(
 
 
 def image_spans(request: GenerateRequest, model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Returns, for each image, where its tokens begin in the prompt and how many there are.
+    """Returns, for each image, where its tokens begin in the prompt and how many there are, marks of rows included.
 
     Raises:
         ModelError: the model sees no images; the prompt has more or fewer image tokens than its images take, or other
-            tokens between those of an image.
+            tokens between those of an image of a model that finds positions.
     """
     if (reason := vision_reason(model)) is not None:
         if request.images is not None:
@@ -43,9 +43,10 @@ def image_spans(request: GenerateRequest, model: PreTrainedModel) -> list[tuple[
             f"{request.uid}: the prompt has {len(places)} image tokens (id {token_id}), and its {len(lengths)} images "
             f"take {sum(lengths)}; give as many tokens as images take"
         )
-    spans = [(places[end - length], length) for end, length in zip(accumulate(lengths), lengths, strict=True)]
-    for number, (start, length) in enumerate(spans, 1):
-        if any(token != token_id for token in request.prompt_ids[start : start + length]):
+    images = [places[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    spans = [(own[0], own[-1] + 1 - own[0]) for own in images]
+    for number, ((_, length), own) in enumerate(zip(spans, images, strict=True), 1):
+        if length > len(own) and finds_positions(model):
             raise ModelError(f"{request.uid}: other tokens stand between those of image {number}; put them behind it")
     return spans
 
@@ -56,6 +57,7 @@ class CachedVisionTower:
     def __init__(self, model: PreTrainedModel, tower: Tower, device: torch.device) -> None:
         self._backbone = backbone(model)
         self._tower = tower
+        self._finds_positions = finds_positions(model)
         self._device = device
         self.image_token_id: int = model.config.image_token_id
         """The token that stands for a part of an image."""
@@ -78,18 +80,22 @@ class CachedVisionTower:
         return {"mm_encoder_outputs": {"image": self._backbone.get_image_features(**arguments, return_dict=True)}}
 
     def places(self, prompts: Sequence[Tensor], images: Sequence[Images | None]) -> tuple[Tensor, Tensor]:
-        """Computes positions of tokens in time, height and width, with the model's own method (M-RoPE).
+        """Computes positions of tokens in time, height and width, with the model's own method (M-RoPE); where it has
+        none, counts them.
 
         Args:
             prompts: token ids, [L] each.
             images: the images of each prompt.
         Returns:
-            Position ids of the prompts, [3, P, longest L], and [P], how far the position ids of later tokens are ahead
-            of their index in the sequence.
+            Position ids of the prompts, [3, P, longest L] or [P, longest L], and [P], how far the position ids of later
+            tokens are ahead of their index in the sequence.
         """
         longest = max(map(len, prompts))
-        positions = torch.arange(longest).repeat(3, len(prompts), 1)
         ahead = torch.zeros(len(prompts), dtype=torch.int64)
+        if not self._finds_positions:
+            positions = torch.arange(longest).expand(len(prompts), -1)
+            return positions.to(self._device), ahead.to(self._device)
+        positions = torch.arange(longest).repeat(3, len(prompts), 1)
         for number, (tokens, own) in enumerate(zip(prompts, images, strict=True)):
             if own is not None:
                 kinds = (tokens == self.image_token_id).int()[None]

@@ -29,7 +29,7 @@ from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import require_ends, require_words
 from shardwise.rollout.stop_strings import first_stop_across
 from shardwise.rollout.vision import requests_to_score
-from shardwise.rollout.vllm_prompts import engine_input, image_arguments
+from shardwise.rollout.vllm_prompts import engine_input, image_arguments, shows_images
 from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said, window_arguments
 from shardwise.rollout.vllm_weights import VllmAdapter, as_vllm_reads, in_names_of, itself, lora_arguments
 from shardwise.rollout.weight_reads import WeightReads
@@ -128,7 +128,7 @@ class VllmEngine:
         require_words(stop_token_ids, bad_token_ids, text_config.vocab_size)
         ends = require_ends(skeleton.generation_config, skeleton.config)
         is_composite = text_config is not skeleton.config  # vLLM prepares its processor then
-        check_vllm(device, has_images=takes_images(skeleton))
+        check_vllm(device, has_images=shows_images(skeleton))
         has_raw_logprobs = temperature == 1
         if has_raw_logprobs:  # else vLLM gives none of the policy's once a token is left out
             bad_token_ids = [*bad_token_ids, *media_token_ids(skeleton.config)]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from shardwise.checksum import checksum
-from shardwise.config import ModelError
-from shardwise.families import takes_images
+from shardwise.config import ConfigError, ModelError
+from shardwise.families import finds_positions, takes_images
 from shardwise.rollout.own_arguments import OwnArgument
 from shardwise.rollout.vision import image_spans
 from shardwise.types import GenerateRequest, Images
@@ -24,6 +24,11 @@ _OF_ROPE = {"mrope_section": "[...]", "mrope_interleaved": "true"}
 """What vLLM takes from config.json alone, and transformers has a value for where it is not there."""
 
 
+def shows_images(model: PreTrainedModel) -> bool:
+    """Whether vLLM is given the images of a model: of those families that find positions, Qwen's and GLM's."""
+    return takes_images(model) and finds_positions(model)
+
+
 def image_arguments(folder: Path, model: PreTrainedModel) -> dict[str, OwnArgument]:
     """Returns arguments for EngineArgs for a model that sees images.
 
@@ -32,7 +37,7 @@ def image_arguments(folder: Path, model: PreTrainedModel) -> dict[str, OwnArgume
     Raises:
         ModelError: vLLM would place its tokens otherwise than transformers does.
     """
-    if not takes_images(model):
+    if not shows_images(model):
         return {}
     config = model.config.get_text_config()
     known = getattr(config, "ignore_keys_at_rope_validation", ())
@@ -55,12 +60,18 @@ def engine_input(request: GenerateRequest, model: PreTrainedModel) -> "EngineInp
         model: in transformers, also on the meta device.
     Raises:
         ModelError: as `image_spans`.
+        ConfigError: the prompt has images that vLLM is not given.
     """
+    spans = image_spans(request, model)
+    if request.images is not None and not shows_images(model):
+        raise ConfigError(
+            f"{request.uid} has images, which rollout.engine=vllm is not given for the family "
+            f"{model.config.model_type}; use rollout.engine=embedded"
+        )
     from vllm.inputs import mm_input, tokens_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
     token_ids = request.prompt_ids + request.partial_token_ids
-    spans = image_spans(request, model)
     if request.images is None:
         return tokens_input(token_ids)
     fields = {

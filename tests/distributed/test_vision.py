@@ -28,6 +28,9 @@ from shardwise.ops import plain_name
 
 CPU = torch.device("cpu")
 TOWER = "model.visual"
+TOWER_OF_QWEN_AND_GLM = (TOWER, f"{TOWER}.blocks", torch.float32)
+TOWERS: dict[str, tuple] = {}
+"""Path of the tower, that of its blocks, and the dtype of the angles by which they rotate."""
 
 
 @pytest.fixture(scope="module", params=vision_families("qwen3_vl"))
@@ -254,25 +257,28 @@ def refusal(folder: str, keys: dict) -> str:
     return ""
 
 
-def test_the_tower_is_sharded_by_itself_and_given_its_inputs_as_they_are(run_ranks, folder):
-    """Its blocks rotate by float32 angles, which in bfloat16 would be other angles."""
-    for keys in ({}, {"module_precision": [ModulePrecisionConfig(module=TOWER, cast_forward_inputs=False)]}):
-        (found,) = run_ranks(seen_by_a_block, 1, folder, {"param_dtype": "bfloat16"} | keys)
-        assert found == (torch.bfloat16, torch.float32, torch.bfloat16, [TOWER, f"{TOWER}.blocks.0"])
+def test_the_tower_is_sharded_by_itself_and_given_its_inputs_as_they_are(run_ranks, family, folder):
+    """Blocks of most rotate by float32 angles, which in bfloat16 would be other angles."""
+    tower, blocks, angles = TOWERS.get(family, TOWER_OF_QWEN_AND_GLM)
+    samples = vision_samples(tiny_vision_model(family), GRIDS[:1])
+    for keys in ({}, {"module_precision": [ModulePrecisionConfig(module=tower, cast_forward_inputs=False)]}):
+        (found,) = run_ranks(seen_by_a_block, 1, folder, {"param_dtype": "bfloat16"} | keys, samples, f"{blocks}.0")
+        assert found == (torch.bfloat16, angles, torch.bfloat16, [tower, f"{blocks}.0"])
 
 
-def seen_by_a_block(folder: str, keys: dict):
+def seen_by_a_block(folder: str, keys: dict, samples, path: str):
     """The dtypes of hidden states, angles and weights in its attention, and the names of the first two units."""
     engine = build(folder, **keys)
     found = []
 
     def look(module, args, kwargs):
-        found.extend([kwargs["position_embeddings"][0].dtype, module.qkv.weight.dtype])
+        angles = kwargs.get("position_embeddings")
+        found.extend([None if angles is None else angles[0].dtype, next(module.parameters()).dtype])
 
-    block = engine._model.hf_model.model.visual.blocks[0]
+    block = engine._model.hf_model.get_submodule(path)
+    attention = next(part for name, part in block.named_children() if name.startswith(("attn", "attention", "self_a")))
     block.register_forward_pre_hook(lambda module, args: found.append(args[0].dtype))
-    block.attn.register_forward_pre_hook(look, with_kwargs=True)
-    samples = vision_samples(tiny_vision_model("qwen3_vl"), GRIDS[:1])
+    attention.register_forward_pre_hook(look, with_kwargs=True)
     engine.forward(pack(samples, num_shards=1, max_tokens=256).shards[0])
     paths = {id(module): path for path, module in engine._model.hf_model.named_modules()}
     units = [paths[id(unit)] for unit in engine._units if id(unit) in paths]

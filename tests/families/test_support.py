@@ -302,12 +302,14 @@ def test_what_no_word_reaches_is_named():
     ("family", "reason"),
     [
         ("qwen3_vl", None),
-        ("mistral3", "it has no get_rope_index"),
+        ("exaone4_5", None),
+        ("gemma3", "the tokens of an image see each other both ways, and those of a pack only what is before them"),
+        ("gemma4", "the tokens of an image see each other both ways, and those of a pack only what is before them"),
         ("qwen3_omni_moe_thinker", "it has no mm_token_type_ids among what get_rope_index takes"),
         ("hunyuan_vl", "it has no vision tower of a kind that images are prepared for"),
     ],
 )
-def test_a_model_is_shown_images_if_it_takes_them_as_those_of_qwen_and_glm_do(family, reason):
+def test_a_model_is_shown_images_if_its_tower_and_its_positions_are_of_a_known_kind(family, reason):
     found = vision_reason(random_model(family, FAMILIES[family]))
     assert found == reason or found.endswith(f"is not supported as a model that sees images: {reason}")
 

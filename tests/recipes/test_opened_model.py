@@ -1,15 +1,18 @@
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from tiny_models import tiny_vision_model
 from transformers import AutoTokenizer, GenerationConfig
 
-from shardwise.config import ConfigError, ModelConfig, ModelError, SamplingConfig, SFTConfig
+from shardwise.config import ConfigError, DataError, ModelConfig, ModelError, SamplingConfig, SFTConfig
+from shardwise.data import Vision
+from shardwise.data.sources import Row
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.recipes import opened_model
 from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
-from shardwise.recipes.opened_model import open_companion, open_model
+from shardwise.recipes.opened_model import OpenedModel, open_companion, open_model
 from shardwise.recipes.sft import train
 
 
@@ -128,6 +131,20 @@ def test_sampling_that_would_draw_tokens_of_images_is_refused(folder):
         sees.require_media_banned(sampling)
     sees.require_media_banned(SamplingConfig(engine="vllm"))
     sees.require_media_banned(SamplingConfig(temperature=0.7))
+
+
+def test_images_are_refused_with_their_row_where_vllm_is_not_given_those_of_the_family(tmp_path):
+    tiny_vision_model("exaone4_5").config.save_pretrained(tmp_path)
+    vision = Vision(None, None, 5, None)
+    opened = OpenedModel(ModelConfig(path=str(tmp_path)), tmp_path, None, vision, None)
+    assert opened.vision_in(SamplingConfig(engine={"type": "embedded"})) is vision
+    shown = opened.vision_in(SamplingConfig(engine={"type": "vllm"}))
+    row = Row({"images": ["a.png"]}, "a.jsonl line 1", "a", tmp_path)
+    with pytest.raises(
+        DataError, match=r"^a\.jsonl line 1: .* not given images of the family exaone4_5; use rollout\."
+    ):
+        shown.take([{"role": "user", "content": "<image>"}], row, "images")
+    assert shown.take([{"role": "user", "content": "2+3="}], replace(row, values={}), "images")[1] == []
 
 
 def test_spare_rows_of_the_embedding_are_fine(folder):

@@ -8,7 +8,14 @@ import pytest
 import torch
 from tiny_models import IMAGE, VIDEO, tiny_vision_model
 from transformers import GenerationConfig
-from vision_samples import assert_scores_of, reference_logprobs, request_of, vision_families, vision_sample
+from vision_samples import (
+    assert_scores_of,
+    reference_logprobs,
+    request_of,
+    transformers_inputs,
+    vision_families,
+    vision_sample,
+)
 
 from shardwise.config import ModelError
 from shardwise.rollout import EmbeddedEngine
@@ -47,11 +54,7 @@ def open_engine(folder, max_rows=16, **options):
 @torch.no_grad()
 def generated(model, sample: Sample) -> list[int]:
     """By transformers' greedy generate, of one prompt."""
-    seen = {}
-    if sample.images is not None:
-        seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.sizes}
-        seen["mm_token_type_ids"] = (sample.token_ids == IMAGE).int()[None]
-    model.base_model.rope_deltas = None
+    seen = transformers_inputs(model, sample)
     tokens = model.generate(
         sample.token_ids[None], max_new_tokens=MAX_TOKENS, do_sample=False, suppress_tokens=[IMAGE, VIDEO], **seen
     )

@@ -17,6 +17,7 @@ from vllm_engines import ARGS, CPU, needs_vllm, open_engine
 from shardwise.config import ConfigError, ModelError, VllmRollout
 from shardwise.ops import Place, traced
 from shardwise.rollout import VllmEngine
+from shardwise.rollout.vllm_prompts import engine_input, shows_images
 from shardwise.types import Sample
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -185,6 +186,15 @@ def test_prompts_and_images_that_do_not_fit_are_refused_and_the_next_one_is_answ
         with pytest.raises(ModelError, match=r"row 0: the prompt has 7 image tokens .* images take"):
             engine.generate([asking(wrong)])
     assert engine.generate([asking(samples[0])])
+
+
+def test_images_of_a_family_that_counts_positions_are_refused_by_its_name():
+    """Text of it is served all the same."""
+    model = tiny_vision_model("exaone4_5")
+    with pytest.raises(ConfigError, match=r"row 0 has images, .* for the family exaone4_5; use rollout\.engine=embedd"):
+        engine_input(asking(vision_sample(model, "row 0", [(1, 2, 2)], seed=0)), model)
+    assert not shows_images(model)
+    assert shows_images(tiny_vision_model("qwen3_vl"))
 
 
 @needs_vllm
