@@ -158,8 +158,11 @@ PLACED_FAMILIES = (
     "glm_ocr",
 )
 """Those that see images and find the positions of their tokens themselves."""
-VISION_FAMILIES = (*PLACED_FAMILIES, "exaone4_5")
+GRID_FAMILIES = (*PLACED_FAMILIES, "exaone4_5")
+"""Those whose tower is given the grid of an image."""
+VISION_FAMILIES = (*GRID_FAMILIES, "mistral3")
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
+ROW_END = 9
 """Token ids of the tiny models that see images."""
 
 
@@ -184,7 +187,8 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     positions; untied. glm4v, glm46v: learned positions are interpolated to the size of each image, heads are rotated in
     part; untied. glm4v_moe: likewise, with 4 fused experts and a shared one in the second decoder layer. glm_ocr: heads
     are rotated whole, and the tower normalises queries and keys; untied. exaone4_5: a tower like qwen2_5_vl's with
-    fewer heads of keys and values; positions are counted; a window in the first decoder layer; untied.
+    fewer heads of keys and values; positions are counted; a window in the first decoder layer; untied. mistral3:
+    Pixtral, whose patches a projector merges; a window in both decoder layers; untied.
     """
     from transformers import (
         AutoModelForImageTextToText,
@@ -193,6 +197,7 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         Glm4vMoeConfig,
         Glm46VConfig,
         GlmOcrConfig,
+        Mistral3Config,
         Qwen2_5_VLConfig,
         Qwen2VLConfig,
         Qwen3_5Config,
@@ -225,6 +230,8 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         "out_hidden_size": 32,
         "initializer_range": 0.2,
     }
+    picture = {name: vision[name] for name in ("hidden_size", "intermediate_size", "patch_size", "initializer_range")}
+    picture |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
     deep = vision | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     words = {
         "image_token_id": IMAGE,
@@ -270,6 +277,12 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
             vision_config=vision | {"window_size": 16, "fullatt_block_indexes": [1], "num_key_value_heads": 1},
             tie_word_embeddings=False,
             **marks,
+        ),
+        "mistral3": lambda: Mistral3Config(
+            text_config=counted | {"model_type": "mistral", "head_dim": 8, "sliding_window": 8} | overrides,
+            vision_config=picture | {"model_type": "pixtral", "head_dim": 16, "image_size": 64},
+            tie_word_embeddings=False,
+            image_token_id=IMAGE,
         ),
         "qwen2_vl": lambda: Qwen2VLConfig(
             text_config=text | overrides,

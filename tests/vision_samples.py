@@ -1,12 +1,15 @@
 """Samples with images for the tiny models of tiny_models.py, and what transformers says about them."""
 
+import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_models import IMAGE, VISION_END, VISION_FAMILIES, VISION_START
+from tiny_models import IMAGE, ROW_END, VISION_END, VISION_FAMILIES, VISION_START
 from torch import Tensor
 
 from shardwise.families import finds_positions
@@ -24,33 +27,48 @@ def vision_families(*quick: str, of: Sequence[str] = VISION_FAMILIES) -> list[An
 
 
 def vision_sample(model, uid: str, grids: Sequence[tuple[int, int, int]], *, seed: int) -> Sample:
-    """Random words around images of random patches; everything but images is trained, from the second token on."""
+    """Random words around images of random patches; all but image tokens is trained, from the second token on."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(count: int) -> Tensor:
         return torch.randint(10, 131, (count,), generator=generator)
 
     parts = [words(3)]
-    for _, height, width in grids:
-        parts += [torch.tensor([VISION_START, *[IMAGE] * (height * width // 4), VISION_END]), words(2)]
+    for grid in grids:
+        parts += [torch.tensor([VISION_START, *placeholder(model, grid), VISION_END]), words(2)]
     tokens = torch.cat([*parts, words(4)])
     mask = (torch.arange(len(tokens)) > 1) & (tokens != IMAGE)
     if not grids:
         return Sample(uid=uid, token_ids=tokens, loss_mask=mask)
-    grid = torch.tensor(grids)
+    images = drawn_images(model, grids, generator)
     positions = None
     if finds_positions(model):
         kinds = (tokens == IMAGE).int()[None]
-        positions = model.model.get_rope_index(tokens[None], kinds, image_grid_thw=grid)[0][:, 0]
-    num_patches = grid.prod(1)
-    pixels = torch.randn(int(num_patches.sum()), NUM_VALUES, generator=generator)
-    return Sample(
-        uid=uid,
-        token_ids=tokens,
-        loss_mask=mask,
-        position_ids=positions,
-        images=Images(pixel_values=pixels, num_patches=num_patches, num_tokens=num_patches // 4, sizes=grid),
-    )
+        positions = model.model.get_rope_index(tokens[None], kinds, image_grid_thw=images.sizes)[0][:, 0]
+    return Sample(uid=uid, token_ids=tokens, loss_mask=mask, position_ids=positions, images=images)
+
+
+def grid_seen(model, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The grid of patches in which a model sees an image of `grid`: Mistral 3 sees none of a single token."""
+    return (1, 4, 2) if model.config.model_type == "mistral3" and grid == (1, 2, 2) else grid
+
+
+def placeholder(model, grid: tuple[int, int, int]) -> list[int]:
+    """The tokens between the marks of an image of such a grid of patches."""
+    _, height, width = grid_seen(model, grid)
+    if model.config.model_type == "mistral3":
+        return [*[IMAGE] * (width // 2), ROW_END] * (height // 2)
+    return [IMAGE] * (height * width // 4)
+
+
+def drawn_images(model, grids: Sequence[tuple[int, int, int]], generator: torch.Generator) -> Images:
+    """Of random pixels."""
+    sizes = torch.tensor([grid_seen(model, grid) for grid in grids])
+    num_patches, num_values = sizes.prod(1), NUM_VALUES
+    if model.config.model_type == "mistral3":
+        sizes, num_values = 4 * sizes[:, 1:], 3 * 4 * 4
+    pixels = torch.randn(int(num_patches.sum()), num_values, generator=generator)
+    return Images(pixel_values=pixels, num_patches=num_patches, num_tokens=num_patches // 4, sizes=sizes)
 
 
 def vision_samples(model, grids=GRIDS) -> list[Sample]:
@@ -69,8 +87,31 @@ def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
     model.base_model.rope_deltas = None
     if sample.images is None:
         return {}
+    if model.config.model_type == "mistral3":
+        return {"pixel_values": padded(sample.images), "image_sizes": sample.images.sizes}
     seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.sizes}
     return seen | ({"mm_token_type_ids": (sample.token_ids == IMAGE).int()[None]} if finds_positions(model) else {})
+
+
+def padded(images: Images) -> Tensor:
+    """[I, 3, H, W], of patches of 3 x 4 x 4 values."""
+    height, width = images.sizes.max(0).values.tolist()
+    pictures = torch.zeros(len(images.sizes), 3, height, width, dtype=images.pixel_values.dtype)
+    patches = iter(images.pixel_values)
+    for picture, (own_height, own_width) in zip(pictures, images.sizes.tolist(), strict=True):
+        for top in range(0, own_height, 4):
+            for left in range(0, own_width, 4):
+                picture[:, top : top + 4, left : left + 4] = next(patches).view(3, 4, 4)
+    return pictures
+
+
+def pixtral_processor(image_processor, tokenizer, **options):
+    """transformers', which imports torchvision for a function that the module of its PIL backend has too."""
+    package = "transformers.models.pixtral"
+    pil = importlib.import_module(f"{package}.image_processing_pil_pixtral")
+    with patch.dict(sys.modules, {f"{package}.image_processing_pixtral": pil}):
+        kind = importlib.import_module(f"{package}.processing_pixtral").PixtralProcessor
+    return kind(image_processor, tokenizer, **options)
 
 
 def reference_logprobs(model, sample: Sample) -> Tensor:

@@ -1,15 +1,21 @@
 """What transformers' image processors make of a picture: how large it becomes, and its patches."""
 
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.nn.functional import unfold
 
-from shardwise.families import GridTower, Tower
+from shardwise.config import ModelError
+from shardwise.data.sources import describe_type
+from shardwise.families import GridTower, PixtralTower, Tower
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,7 +28,7 @@ class ImageProcessor(Protocol):
         """Returns num_patches and size, as in `ImageRef`, of a picture of so many pixels.
 
         Raises:
-            ValueError: the processor refuses its proportions.
+            ValueError: the processor refuses its proportions, or the model its size.
         """
         ...
 
@@ -58,18 +64,71 @@ class GridProcessor:
         return found["pixel_values"], found["image_grid_thw"][0].tolist()
 
 
+class PixtralProcessor:
+    """Keeps the proportions of pictures, in whole tokens, for Pixtral."""
+
+    def __init__(self, processor: Any, tower: PixtralTower) -> None:
+        """`processor`: transformers'."""
+        self._processor = processor
+        self._tower = tower
+        self._resize: Callable[..., tuple[int, int]] = _beside(processor, "get_resize_output_image_size")
+
+    def measure(self, width: int, height: int) -> tuple[int, list[int]]:
+        """See ImageProcessor."""
+        limit, token_size = self._processor.size, self._tower.token_size
+        picture = torch.empty(self._tower.num_channels, height, width, device="meta")  # of which it reads the shape
+        limits = limit.longest_edge or (limit.height, limit.width)
+        size = list(self._resize(picture, limits, token_size, input_data_format="channels_first"))
+        if size == [token_size, token_size]:
+            raise ValueError("it would be a single token, which the model cannot take by itself")
+        return math.prod(size) // self._tower.patch_size**2, size
+
+    def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
+        """See ImageProcessor."""
+        found = self._processor(
+            images=[picture], patch_size=self._tower.token_size, do_convert_rgb=True, return_tensors="pt"
+        )
+        patch_size = self._tower.patch_size
+        patches = unfold(found["pixel_values"], patch_size, stride=patch_size)[0].T
+        return patches.contiguous(), found["image_sizes"][0].tolist()
+
+
 def image_processor_for(tower: Tower, processor: Any) -> ImageProcessor | None:
     """Wraps transformers' image processor of a model with this tower; None if it belongs to models of another kind."""
     match tower:
         case GridTower() if hasattr(processor, "merge_size"):
             return GridProcessor(processor)
+        case PixtralTower() if type(processor).__name__.startswith("Pixtral"):
+            return PixtralProcessor(processor, tower)
     return None
+
+
+def read_keys(path: Path, key: str | None = None) -> dict[str, Any]:
+    """Reads a JSON file of a processor; returns what it says, or says under `key`: nothing where there is no file.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds {describe_type(tree)} instead of keys")
+    except ValueError as error:
+        raise ModelError(f"{path} cannot be read: {error}; download or copy it again") from None
+    return tree if key is None else tree.get(key) or {}
 
 
 def _smart_resize(processor: Any) -> Callable[..., tuple[int, int]]:
     """Returns how the processor itself finds the size in which it looks at an image. GLM's counts the pixels of as many
     copies of an image as a patch has frames."""
-    resize: Callable[..., tuple[int, int]] = sys.modules[type(processor).__module__].smart_resize
+    resize: Callable[..., tuple[int, int]] = _beside(processor, "smart_resize")
     frames = ("num_frames", "temporal_factor")
     counted = dict.fromkeys(inspect.signature(resize).parameters.keys() & frames, processor.temporal_patch_size)
     return partial(resize, **counted)
+
+
+def _beside(processor: Any, name: str) -> Any:
+    """Returns a function of the module that the class of a processor stands in."""
+    return getattr(sys.modules[type(processor).__module__], name)

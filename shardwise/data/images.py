@@ -1,7 +1,6 @@
 """Image files: their size, known when a row is read, and their pixels, once a batch needs them."""
 
 import io
-import json
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shardwise.config import DataError, ModelError
-from shardwise.data.image_processors import ImageProcessor, image_processor_for
+from shardwise.data.image_processors import ImageProcessor, image_processor_for, read_keys
 from shardwise.data.sources import describe_type, preview
 from shardwise.families import Tower, tower_of
 from shardwise.model_config import read_model_config
@@ -54,7 +53,8 @@ class ImageReader:
     def __init__(self, processor: ImageProcessor, tower: Tower) -> None:
         """`processor`: prepares pictures for `tower`."""
         self._processor = processor
-        self._tower = tower
+        self.tower = tower
+        """What it prepares images for."""
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
@@ -63,7 +63,7 @@ class ImageReader:
         Raises:
             ModelError: the image processor cannot be loaded, or leaves images in the size that they have.
         """
-        path = next((folder / name for name, key in _CONFIGS.items() if _told(folder / name, key)), None)
+        path = next((folder / name for name, key in _CONFIGS.items() if read_keys(folder / name, key)), None)
         tower = None if path is None else tower_of(read_model_config(folder))
         if path is None or tower is None:
             return None
@@ -123,13 +123,15 @@ class ImageReader:
         try:
             num_patches, size = self._processor.measure(width, height)
         except ValueError as error:
-            raise DataError(f"{name} has {width} x {height} pixels: {error}; crop it or remove the row") from None
+            raise DataError(
+                f"{name} has {width} x {height} pixels: {error}; scale or crop it, or remove the row"
+            ) from None
         return ImageRef(
             name=name,
             path=source if isinstance(source, str) else None,
             data=None if isinstance(source, str) else torch.frombuffer(bytearray(source), dtype=torch.uint8),
             num_patches=num_patches,
-            num_tokens=self._tower.num_tokens(num_patches),
+            num_tokens=self.tower.num_tokens(num_patches),
             size=size,
         )
 
@@ -153,19 +155,6 @@ class ImageReader:
             num_tokens=torch.tensor([image_ref.num_tokens]),
             sizes=torch.tensor([size]),
         )
-
-
-def _told(path: Path, key: str | None) -> Any:
-    """What a file says, or says under a key; nothing where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(tree, dict):
-            raise ValueError(f"it holds {describe_type(tree)} instead of keys")
-    except ValueError as error:
-        raise ModelError(f"{path} cannot be read: {error}; download or copy it again") from None
-    return tree if key is None else tree.get(key) or {}
 
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")

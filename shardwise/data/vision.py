@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise.config import DataError, ModelError
 from shardwise.data.chat import render_text
 from shardwise.data.images import ImageReader
+from shardwise.data.placeholders import Placeholder, placeholder_of
 from shardwise.data.sources import Row, get_cell, has_column, preview, without_nulls
 from shardwise.families import finds_positions, vision_reason
 from shardwise.types import ImageRef
@@ -33,16 +34,19 @@ class Vision:
         tokenizer: "PreTrainedTokenizerBase",
         reader: ImageReader,
         image_token_id: int,
+        placeholder: Placeholder,
         rope_index: Callable[..., tuple[Tensor, Tensor]] | None,
     ) -> None:
         """
         Args:
-            image_token_id: stands for a part of an image.
+            image_token_id: stands for a part of an image, and for all of it where a chat template writes it.
+            placeholder: the tokens that stand for an image.
             rope_index: the model's get_rope_index; None where the tokens of images are counted like words.
         """
         self._tokenizer = tokenizer
         self._reader = reader
         self._image_token_id = image_token_id
+        self._placeholder = placeholder
         self._rope_index = rope_index
         self._text: str | None = None
 
@@ -70,8 +74,9 @@ class Vision:
         reader = ImageReader.load(folder)
         if reader is None:
             return None
+        placeholder = placeholder_of(folder, reader.tower, tokenizer, config.image_token_id)
         rope_index = model.base_model.get_rope_index if finds_positions(model) else None
-        return cls(tokenizer, reader, config.image_token_id, rope_index)
+        return cls(tokenizer, reader, config.image_token_id, placeholder, rope_index)
 
     def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[ImageRef]]:
         """The images of a conversation, or of a prompt that is a string, and the words with what the chat template
@@ -95,7 +100,7 @@ class Vision:
     def expand(
         self, tokens: list[int], loss_mask: list[bool], image_refs: Sequence[ImageRef], origin: str
     ) -> tuple[list[int], list[bool]]:
-        """The sequence with as many tokens for each image as it takes, none of which is trained.
+        """The sequence with the tokens that stand for each image, none of which is trained.
 
         Raises:
             DataError: a message writes the image token itself, or nothing stands between two images that
@@ -115,26 +120,26 @@ class Vision:
                     "tell apart then; set model.chat_template=FILE to a template that writes a mark around every "
                     "image, or put words between them"
                 )
-        counts = (image_ref.num_tokens for image_ref in image_refs)
+        placeholders = map(self._placeholder, image_refs)
         expanded: list[int] = []
         mask: list[bool] = []
         for token_id, is_trained in zip(tokens, loss_mask, strict=True):
             is_image = token_id == self._image_token_id
-            count = next(counts) if is_image else 1
-            expanded += [token_id] * count
-            mask += [is_trained and not is_image] * count
+            inserted = next(placeholders) if is_image else [token_id]
+            expanded += inserted
+            mask += [is_trained and not is_image] * len(inserted)
         return expanded, mask
 
     def whole(self, tokens: list[int], image_refs: Sequence[ImageRef]) -> tuple[int, list[ImageRef]]:
         """Of a sequence whose end was cut off: how many of its tokens end before an image that was cut in two, and the
         images that are whole."""
-        left = tokens.count(self._image_token_id)
+        places = [place for place, token_id in enumerate(tokens) if token_id == self._image_token_id]
         kept: list[ImageRef] = []
         for image_ref in image_refs:
-            if image_ref.num_tokens > left:
-                return len(tokens) - left, kept  # what is left of it stands at the end
+            if image_ref.num_tokens > len(places):
+                return places[0] if places else len(tokens), kept
             kept.append(image_ref)
-            left -= image_ref.num_tokens
+            places = places[image_ref.num_tokens :]
         return len(tokens), kept
 
     @property

@@ -218,6 +218,7 @@ class Units:
     ) -> FSDPModule:
         on_accelerator = mesh.device_type != "cpu"
         offload = CPUOffloadPolicy(pin_memory=on_accelerator) if self._config.offload_policy else OffloadPolicy()
+        plain = type(module)
         fully_shard(
             module,
             mesh=mesh,
@@ -226,6 +227,9 @@ class Units:
             offload_policy=offload,
             ignored_params=ignored,
         )
+        if isinstance(module, PreTrainedModel):
+            # By these names transformers finds what a model records, such as the hidden states that a projector reads.
+            type(module).__module__, type(module).__qualname__ = plain.__module__, plain.__qualname__
         unit = cast(FSDPModule, module)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum

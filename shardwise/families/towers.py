@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import fold, pad
 
 from shardwise.types import Images
 
@@ -23,7 +24,7 @@ class Tower(Protocol):
         """Returns how many tokens stand for an image of so many patches."""
         ...
 
-    def arguments(self, images: Images) -> dict[str, Tensor]:
+    def arguments(self, images: Images) -> dict[str, Any]:
         """Returns what the model's get_image_features takes."""
         ...
 
@@ -53,7 +54,7 @@ class GridTower:
         """See Tower."""
         return num_patches // self.merge_size**2
 
-    def arguments(self, images: Images) -> dict[str, Tensor]:
+    def arguments(self, images: Images) -> dict[str, Any]:
         """See Tower."""
         return {"pixel_values": images.pixel_values, "image_grid_thw": images.sizes}
 
@@ -63,11 +64,63 @@ class GridTower:
         return _image(torch.zeros(self.merge_size**2, self.num_values), num_tokens=1, size=grid)
 
 
+@dataclass(frozen=True, slots=True)
+class PixtralTower:
+    """Pixtral, which reads whole pictures of all sizes, padded to the largest of them. `Images` hold their patches, and
+    as sizes their height and width in pixels. Mistral 3 takes no image of a single token by itself."""
+
+    patch_size: int
+    """Pixels of a patch in height, and in width."""
+    merge_size: int
+    """Patches that are merged in height, and in width, into one token."""
+    num_channels: int
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """`config`: of the whole model."""
+        return cls(
+            patch_size=config.vision_config.patch_size,
+            merge_size=getattr(config, "spatial_merge_size", 1),
+            num_channels=config.vision_config.num_channels,
+        )
+
+    @property
+    def token_size(self) -> int:
+        """Pixels of a token in height, and in width."""
+        return self.patch_size * self.merge_size
+
+    def num_tokens(self, num_patches: int) -> int:
+        """See Tower."""
+        return num_patches // self.merge_size**2
+
+    def arguments(self, images: Images) -> dict[str, Any]:
+        """See Tower."""
+        sizes = images.sizes.tolist()
+        height, width = (max(pixels) for pixels in zip(*sizes, strict=True))
+        patches = images.pixel_values.split(images.num_patches.tolist())
+        pictures = [
+            pad(
+                fold(own.T[None], (own_height, own_width), self.patch_size, stride=self.patch_size),
+                (0, width - own_width, 0, height - own_height),
+            )
+            for own, (own_height, own_width) in zip(patches, sizes, strict=True)
+        ]
+        return {"pixel_values": torch.cat(pictures), "image_sizes": sizes}
+
+    def black(self) -> Images:
+        """See Tower."""
+        patches = torch.zeros(2 * self.merge_size**2, self.num_channels * self.patch_size**2)
+        return _image(patches, num_tokens=2, size=[self.token_size, 2 * self.token_size])
+
+
 def tower_of(config: Any) -> Tower | None:
     """Returns the vision tower of a model with this config; None if it has none, or one of another kind."""
     vision = getattr(config, VISION_CONFIG, None)
     if all(hasattr(vision, name) for name in _GRID_SIZES):
         return GridTower.of(vision)
+    match config.model_type, getattr(vision, "model_type", None):
+        case "mistral3", "pixtral":
+            return PixtralTower.of(config)
     return None
 
 

@@ -11,7 +11,7 @@ import torch
 from family_table import FAMILIES
 from PIL import Image
 from pyarrow import parquet
-from tiny_models import PLACED_FAMILIES, tiny_vision_model
+from tiny_models import GRID_FAMILIES, PLACED_FAMILIES, tiny_vision_model
 from transformers import (
     AutoConfig,
     Exaone4_5_Processor,
@@ -20,12 +20,13 @@ from transformers import (
     Glm4vProcessor,
     Glm46VImageProcessorPil,
     Glm46VProcessor,
+    PixtralImageProcessorPil,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
     Qwen2VLProcessor,
     Qwen3VLProcessor,
 )
-from vision_samples import vision_families
+from vision_samples import pixtral_processor, transformers_inputs, vision_families
 
 from shardwise.config import DataError, ModelError, PromptDataConfig, SupervisedDataConfig
 from shardwise.data import ImageReader, Vision
@@ -34,7 +35,7 @@ from shardwise.data.sources import Row
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.model_config import media_token_ids
 from shardwise.recipes.sampling.samples import to_samples
-from shardwise.types import Completion, RolloutGroup
+from shardwise.types import Completion, ImageRef, RolloutGroup
 
 WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 TEMPLATE = (
@@ -204,7 +205,21 @@ PROCESSORS = {
 """Those that are not Qwen3-VL's."""
 
 
-@pytest.mark.parametrize("family", vision_families("qwen2_vl", "glm4v"))
+def learn_row(folder, tokenizer, config, messages, images):
+    """The sample that a row becomes for the model in a folder."""
+    (folder / "rows.jsonl").write_text(json.dumps({"messages": messages, "images": images}), encoding="utf-8")
+    loaded = supervised_samples(
+        SupervisedDataConfig(),
+        [str(folder / "rows.jsonl")],
+        tokenizer,
+        max_rows=None,
+        vision=Vision.load(folder, tokenizer),
+        media_token_ids=media_token_ids(config),
+    )
+    return loaded.rows[0]
+
+
+@pytest.mark.parametrize("family", vision_families("qwen2_vl", "glm4v", of=GRID_FAMILIES))
 def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, monkeypatch):
     """Tokens, pixels and positions. GLM's shows videos by the token of images, between marks of their own."""
     kind, image_kind = PROCESSORS.get(family, (Qwen3VLProcessor, Qwen2VLImageProcessorPil))
@@ -222,23 +237,11 @@ def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, 
         image.save(tmp_path / f"{number}.png")
     messages = talk([IMAGE, TEXT, IMAGE])
 
-    def learn(messages, images):
-        (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages, "images": images}), encoding="utf-8")
-        loaded = supervised_samples(
-            SupervisedDataConfig(),
-            [str(tmp_path / "rows.jsonl")],
-            tokenizer,
-            max_rows=None,
-            vision=Vision.load(tmp_path, tokenizer),
-            media_token_ids=media_token_ids(model.config),
-        )
-        return loaded.rows[0]
-
     monkeypatch.setattr(kind, "check_argument_for_proper_class", lambda *_: None)  # that of videos needs torchvision
     processor = kind(image_processor=image_processor, tokenizer=tokenizer)
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     expected = processor(text=[text], images=images, return_tensors="pt")
-    found = learn(messages, ["0.png", "1.png"])
+    found = learn_row(tmp_path, tokenizer, model.config, messages, ["0.png", "1.png"])
     assert found.token_ids.tolist() == expected["input_ids"][0].tolist()
     read = ImageReader.load(tmp_path).read(found.image_refs)
     assert torch.equal(read.pixel_values, expected["pixel_values"])
@@ -252,7 +255,61 @@ def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, 
         assert found.position_ids is None
     for spelt in (words[1], words[3]):
         with pytest.raises(DataError, match="the text "):
-            learn(talk(f"a {spelt} b"), [])
+            learn_row(tmp_path, tokenizer, model.config, talk(f"a {spelt} b"), [])
+
+
+def pixtral(tokenizer):
+    images = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 32})
+    return pixtral_processor(images, tokenizer, patch_size=4, spatial_merge_size=2)
+
+
+MARKED = {"mistral3": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", pixtral)}
+"""Special tokens of families whose processor writes marks around or into an image, what their chat template writes for
+one, and the processor."""
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_rows_with_marks_of_the_models_own_processor_are_what_it_makes_of_them(family, tmp_path):
+    """Images may stand next to each other, for nothing looks for their borders."""
+    words, written, make_processor = MARKED[family]
+    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    tokenizer.chat_template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", written)
+    model = tiny_vision_model(family)
+    model.config.image_token_id = tokenizer.convert_tokens_to_ids(words[0])
+    model.config.text_config.vocab_size = len(tokenizer)
+    processor = make_processor(tokenizer)
+    processor.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    images = [Image.effect_noise(size, 90).convert("RGB") for size in ((16, 8), (20, 44), (40, 33))]
+    for number, image in enumerate(images):
+        image.save(tmp_path / f"{number}.png")
+    messages = talk([IMAGE, TEXT, IMAGE, IMAGE])
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    expected = processor(text=[text], images=images, return_tensors="pt")
+    found = learn_row(tmp_path, tokenizer, model.config, messages, ["0.png", "1.png", "2.png"])
+    assert found.token_ids.tolist() == expected["input_ids"][0].tolist()
+    assert tokenizer.decode(found.token_ids[found.loss_mask]) == "5<|end|>"
+    assert found.position_ids is None
+    read = ImageReader.load(tmp_path).read(found.image_refs)
+    assert int(read.num_tokens.sum()) == found.token_ids.tolist().count(model.config.image_token_id)
+    for name, tensor in transformers_inputs(model, replace(found, images=read)).items():
+        assert torch.equal(tensor, torch.as_tensor(expected[name])), name
+    with pytest.raises(DataError, match=r"the text has 1 times "):
+        learn_row(tmp_path, tokenizer, model.config, talk(f"a {words[0]} b"), [])
+
+
+def test_rows_of_an_image_are_cut_off_with_its_beginning(tmp_path):
+    """Pixtral's: the tokens that are left of it are not those at the end alone."""
+    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
+    image_refs = [ImageRef(name="?", path="?", num_patches=0, num_tokens=count, size=[0, 0]) for count in (2, 4)]
+    vision = Vision(tokenizer, None, 5, None, None)
+    rows = [9, 5, 8, 5, 7, 9, 5, 5, 8, 5, 5, 7, 9]
+    assert vision.whole(rows, image_refs) == (13, image_refs)
+    for length in range(6, 11):
+        assert vision.whole(rows[:length], image_refs) == (6, image_refs[:1])
+    assert vision.whole(rows[:3], image_refs) == (1, [])
+    assert vision.whole(rows[:1], image_refs) == (1, [])
 
 
 LONG = "A" * 100_000
@@ -475,7 +532,7 @@ def test_images_for_a_model_that_sees_none_are_refused(tokenizer, picture, tmp_p
     assert "<image>" in tokenizer.decode(loaded.rows[0].token_ids)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma4", "mistral3", "qwen3_omni_moe_thinker"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "lfm2_vl", "qwen3_omni_moe_thinker"])
 def test_images_of_a_family_that_training_shows_none_to_are_refused_by_its_name(ask, tokenizer, tmp_path, family):
     """Whose processor lies in the folder: rows of words are learnt from."""
     AutoConfig.for_model(family, **FAMILIES[family]).save_pretrained(tmp_path)

@@ -7,11 +7,13 @@ from transformers import (
     CLIPImageProcessorPil,
     Glm4vImageProcessorPil,
     Glm46VImageProcessorPil,
+    PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
 )
 
-from shardwise.data.image_processors import GridProcessor, image_processor_for
-from shardwise.families import GridTower
+from shardwise.config import ModelError
+from shardwise.data.image_processors import GridProcessor, PixtralProcessor, image_processor_for, read_keys
+from shardwise.families import GridTower, PixtralTower
 
 SMALL_AND_LARGE = [(16, 8), (24, 24), (20, 36), (5, 3), (3, 40), (1, 1), (64, 48), (100, 30)]
 
@@ -36,5 +38,45 @@ def test_grids_and_patches_are_those_of_the_families_own_processors(kind, option
         assert measured == grid
 
 
-def test_a_processor_of_another_kind_prepares_no_grids():
-    assert image_processor_for(GridTower(merge_size=2, num_values=96), CLIPImageProcessorPil()) is None
+PIXTRAL = PixtralTower(patch_size=4, merge_size=2, num_channels=3)
+
+
+@pytest.mark.parametrize("size", [{"longest_edge": 48}, {"height": 40, "width": 64}])
+def test_pixtrals_pictures_are_those_of_its_own_processor_in_patches(size):
+    """In whole tokens of 8 x 8 pixels."""
+    processor = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size=size)
+    found = image_processor_for(PIXTRAL, processor)
+    assert isinstance(found, PixtralProcessor)
+    for width, height in [(16, 8), (24, 24), (20, 36), (3, 40), (64, 48), (100, 30)]:
+        picture = Image.effect_noise((width, height), 90).convert("RGB")
+        expected = processor([picture], patch_size=8, return_tensors="pt")
+        patches, size = found.cut(picture)
+        assert size == list(expected["image_sizes"][0])
+        assert found.measure(width, height) == (len(patches), size)
+        seen = expected["pixel_values"][0]
+        rows = [
+            seen[:, top : top + 4, left : left + 4] for top in range(0, size[0], 4) for left in range(0, size[1], 4)
+        ]
+        assert torch.equal(patches, torch.stack(rows).flatten(1))
+
+
+def test_a_picture_of_a_single_token_is_refused_for_pixtral():
+    """Mistral 3's projector drops the axis of its one feature."""
+    found = image_processor_for(PIXTRAL, PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}))
+    with pytest.raises(ValueError, match="it would be a single token, which the model cannot take by itself"):
+        found.measure(8, 5)
+    assert found.measure(9, 5) == (8, [8, 16])
+
+
+@pytest.mark.parametrize("tower", [GridTower(merge_size=2, num_values=96), PIXTRAL])
+def test_a_processor_of_another_kind_prepares_nothing(tower):
+    assert image_processor_for(tower, CLIPImageProcessorPil()) is None
+
+
+def test_keys_of_a_file_that_is_not_there_are_none(tmp_path):
+    assert read_keys(tmp_path / "processor_config.json", "image_processor") == {}
+    (tmp_path / "processor_config.json").write_text('{"image_processor": {"merge_size": 2}}')
+    assert read_keys(tmp_path / "processor_config.json", "image_processor") == {"merge_size": 2}
+    (tmp_path / "processor_config.json").write_text("7")
+    with pytest.raises(ModelError, match=r"processor_config\.json cannot be read: it holds a number instead of keys"):
+        read_keys(tmp_path / "processor_config.json")

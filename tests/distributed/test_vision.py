@@ -23,19 +23,24 @@ from shardwise.data.packing import pack, unpack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import TrainEngine
 from shardwise.engine.model_classes import AUTO_CLASSES
-from shardwise.families import takes_images
+from shardwise.families import takes_images, tower_of, vision_paths
 from shardwise.ops import plain_name
 
 CPU = torch.device("cpu")
 TOWER = "model.visual"
-TOWER_OF_QWEN_AND_GLM = (TOWER, f"{TOWER}.blocks", torch.float32)
-TOWERS: dict[str, tuple] = {}
-"""Path of the tower, that of its blocks, and the dtype of the angles by which they rotate."""
+BLOCKS = {"mistral3": ("model.vision_tower.transformer.layers", torch.bfloat16)}
+"""Path of a tower's blocks and the dtype of the angles by which they rotate, if not as with Qwen and GLM."""
 
 
 @pytest.fixture(scope="module", params=vision_families("qwen3_vl"))
 def family(request):
     return request.param
+
+
+@pytest.fixture
+def tower(family):
+    """Its path."""
+    return vision_paths(tiny_vision_model(family))[0]
 
 
 @pytest.fixture
@@ -101,14 +106,14 @@ def test_traps_06_and_10_packed_samples_with_images_are_each_what_they_are_alone
         torch.testing.assert_close(logprobs, [reference_logprobs(model, s) for s in samples], atol=1e-5, rtol=0)
     expected = reference_gradients(model, samples)
     torch.testing.assert_close(gradients, expected, atol=1e-5, rtol=1e-4)
-    assert any(name.startswith(TOWER) for name in gradients)
+    assert all(any(name.startswith(path) for name in gradients) for path in vision_paths(model))
 
 
 def test_trap_10_ranks_without_an_image_keep_in_step_with_those_that_have_one(run_ranks, family, folder):
     """The tower's units gather and reduce on every rank, in every micro-batch."""
     samples = vision_samples(tiny_vision_model(family), [GRIDS[0], [], [], []])
     (alone,) = run_ranks(step, 1, folder, samples, 256, {})
-    ranks = run_ranks(step, 2, folder, samples, 24, {})
+    ranks = run_ranks(step, 2, folder, samples, longest(samples), {})
     assert [flags for *_, flags in ranks] == [[True], [False]]
     for found in ranks:
         assert_same_step(found, alone)
@@ -125,10 +130,21 @@ def test_trap_10_ranks_that_share_a_pack_take_the_features_of_their_own_tokens(r
         assert_same_step(found, alone)
 
 
+def longest(samples) -> int:
+    """Tokens of a pack that has room for every sample and one more token."""
+    return max(len(sample.token_ids) for sample in samples) + 1
+
+
 def shares(folder: str, samples, max_tokens: int):
     """How many patches the tower of this rank is given in each micro-batch."""
     engine, found = build(folder, ulysses_size=2), []
-    engine._model.hf_model.model.visual.register_forward_pre_hook(lambda module, args: found.append(len(args[0])))
+
+    def count(module, args, kwargs):
+        sizes = kwargs.get("image_sizes")
+        found.append(len(args[0]) if sizes is None else sum(height * width // 16 for height, width in sizes))
+
+    tower = engine._model.hf_model.get_submodule(vision_paths(engine._model.hf_model)[0])
+    tower.register_forward_pre_hook(count, with_kwargs=True)
     engine.forward(pack(samples, num_shards=1, max_tokens=max_tokens).shards[0])
     return found
 
@@ -136,25 +152,28 @@ def shares(folder: str, samples, max_tokens: int):
 @pytest.mark.usefixtures("shared")
 def test_ranks_that_share_a_pack_divide_its_images(run_ranks, family, folder):
     """Of images of 48, 24 and 4 patches one rank looks at the first, the other at two; of a single one nothing is left
-    for one of them, and of none for both: they look at a black image of 4."""
+    for one of them, and of none for both: they look at a black image of 4. Mistral 3's smallest are of 8."""
     model = tiny_vision_model(family)
-    assert run_ranks(shares, 2, folder, vision_samples(model), 256) == [[48], [28]]
-    assert run_ranks(shares, 2, folder, vision_samples(model, [[(1, 6, 8)]]), 256) == [[4], [48]]
-    assert run_ranks(shares, 2, folder, vision_samples(model, [[], []]), 256) == [[4], [4]]
+    black = int(tower_of(model.config).black().num_patches)
+    rest = 32 if family == "mistral3" else 28
+    assert sorted(run_ranks(shares, 2, folder, vision_samples(model), 256)) == [[rest], [48]]
+    assert run_ranks(shares, 2, folder, vision_samples(model, [[(1, 6, 8)]]), 256) == [[black], [48]]
+    assert run_ranks(shares, 2, folder, vision_samples(model, [[], []]), 256) == [[black], [black]]
 
 
 @pytest.mark.parametrize(
-    ("grids", "max_tokens"),
+    ("grids", "is_one_pack"),
     [
-        pytest.param([[(1, 6, 8)], []], 256, id="one image"),
-        pytest.param([[], []], 256, id="no image"),
-        pytest.param([*GRIDS, []], 24, id="micro-batches with and without images"),
+        pytest.param([[(1, 6, 8)], []], True, id="one image"),
+        pytest.param([[], []], True, id="no image"),
+        pytest.param([*GRIDS, []], False, id="micro-batches with and without images"),
     ],
 )
 @pytest.mark.usefixtures("shared")
-def test_packs_with_few_images_give_what_one_rank_gives(run_ranks, folder, family, grids, max_tokens):
+def test_packs_with_few_images_give_what_one_rank_gives(run_ranks, folder, family, grids, is_one_pack):
     """A rank that looks at nobody's image computes tokens of another's, and the tower's units keep in step."""
     samples = vision_samples(tiny_vision_model(family), grids)
+    max_tokens = 256 if is_one_pack else longest(samples)
     (alone,) = run_ranks(step, 1, folder, samples, 256, {})
     for found in run_ranks(step, 2, folder, samples, max_tokens, {"ulysses_size": 2}):
         assert_same_step(found, alone)
@@ -180,30 +199,31 @@ def test_divided_images_go_with_other_options(run_ranks, tmp_path, keys):
         assert_same_step(found, alone)
 
 
-def test_trap_10_a_frozen_tower_stays_as_it_is_and_the_rest_learns_alike(run_ranks, folder, family):
+def test_trap_10_a_frozen_tower_stays_as_it_is_and_the_rest_learns_alike(run_ranks, folder, family, tower):
     samples = vision_samples(tiny_vision_model(family))
     (alone,) = run_ranks(step, 1, folder, samples, 256, {})
-    ranks = run_ranks(step, 2, folder, samples, 30, {"freeze_module_prefix": [TOWER]})
+    ranks = run_ranks(step, 2, folder, samples, 30, {"freeze_module_prefix": [tower]})
     before = tiny_vision_model(family).state_dict()
     for _, gradients, weights, _ in ranks:
-        assert gradients.keys() == {name for name in alone[1] if not name.startswith(TOWER)}
+        assert gradients.keys() == {name for name in alone[1] if not name.startswith(tower)}
         torch.testing.assert_close(gradients, {name: alone[1][name] for name in gradients}, atol=1e-5, rtol=1e-4)
-        tower = [name for name in weights if name.startswith(TOWER)]
-        assert tower
-        assert all(torch.equal(weights[name], before[name]) for name in tower)
+        frozen = [name for name in weights if name.startswith(tower)]
+        assert frozen
+        assert all(torch.equal(weights[name], before[name]) for name in frozen)
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "is_frozen"),
     [
-        {"activation_checkpointing": "full", "reduce_gradients": "last_micro_batch", "freeze_module_prefix": [TOWER]},
-        {"activation_checkpointing": "selective", "apply_tiled_mlp": True, "reshard_after_forward": False},
+        ({"activation_checkpointing": "full", "reduce_gradients": "last_micro_batch"}, True),
+        ({"activation_checkpointing": "selective", "apply_tiled_mlp": True, "reshard_after_forward": False}, False),
     ],
 )
-def test_options_of_memory_change_no_number(run_ranks, family, folder, keys):
+def test_options_of_memory_change_no_number(run_ranks, family, folder, tower, keys, is_frozen):
+    keys = keys | {"freeze_module_prefix": [tower] if is_frozen else []}
     samples = vision_samples(tiny_vision_model(family))
     (alone,) = run_ranks(step, 1, folder, samples, 256, {})
-    for logprobs, gradients, _, has_images in run_ranks(step, 2, folder, samples, 24, keys):
+    for logprobs, gradients, _, has_images in run_ranks(step, 2, folder, samples, longest(samples), keys):
         assert len(has_images) == 2
         torch.testing.assert_close(logprobs, alone[0], atol=1e-5, rtol=0)
         torch.testing.assert_close(gradients, {name: alone[1][name] for name in gradients}, atol=1e-5, rtol=1e-4)
@@ -242,11 +262,12 @@ def test_critics_and_reward_models_see_images_as_their_exported_class_does(run_r
         torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_trap_10_a_prefix_without_a_tower_behind_it_is_refused(run_ranks, folder):
+def test_trap_10_a_prefix_without_a_tower_behind_it_is_refused(run_ranks, folder, tower):
     """Elsewhere it trains the tower silently."""
-    (reason,) = run_ranks(refusal, 1, folder, {"freeze_module_prefix": ["visual"]})
-    assert "'visual' names no module" in reason
-    assert TOWER in reason
+    without = tower.removeprefix("model.")
+    (reason,) = run_ranks(refusal, 1, folder, {"freeze_module_prefix": [without]})
+    assert f"{without!r} names no module" in reason
+    assert tower in reason
 
 
 def refusal(folder: str, keys: dict) -> str:
@@ -257,9 +278,9 @@ def refusal(folder: str, keys: dict) -> str:
     return ""
 
 
-def test_the_tower_is_sharded_by_itself_and_given_its_inputs_as_they_are(run_ranks, family, folder):
+def test_the_tower_is_sharded_by_itself_and_given_its_inputs_as_they_are(run_ranks, family, folder, tower):
     """Blocks of most rotate by float32 angles, which in bfloat16 would be other angles."""
-    tower, blocks, angles = TOWERS.get(family, TOWER_OF_QWEN_AND_GLM)
+    blocks, angles = BLOCKS.get(family, (f"{TOWER}.blocks", torch.float32))
     samples = vision_samples(tiny_vision_model(family), GRIDS[:1])
     for keys in ({}, {"module_precision": [ModulePrecisionConfig(module=tower, cast_forward_inputs=False)]}):
         (found,) = run_ranks(seen_by_a_block, 1, folder, {"param_dtype": "bfloat16"} | keys, samples, f"{blocks}.0")
@@ -276,7 +297,7 @@ def seen_by_a_block(folder: str, keys: dict, samples, path: str):
         found.extend([None if angles is None else angles[0].dtype, next(module.parameters()).dtype])
 
     block = engine._model.hf_model.get_submodule(path)
-    attention = next(part for name, part in block.named_children() if name.startswith(("attn", "attention", "self_a")))
+    attention = next(part for name, part in block.named_children() if name in ("attn", "attention", "self_attn"))
     block.register_forward_pre_hook(lambda module, args: found.append(args[0].dtype))
     attention.register_forward_pre_hook(look, with_kwargs=True)
     engine.forward(pack(samples, num_shards=1, max_tokens=256).shards[0])
@@ -303,17 +324,18 @@ def export(folder: str, out: str) -> None:
 
 
 @pytest.mark.parametrize("family", vision_families("qwen3_vl", "qwen2_5_vl"), indirect=True)
-@pytest.mark.parametrize("prefixes", [[], [TOWER]])
+@pytest.mark.parametrize("is_frozen", [False, True])
 def test_an_adapter_on_all_linear_layers_adapts_the_tower_too_unless_it_is_frozen(
-    run_ranks, tmp_path, family, folder, prefixes
+    run_ranks, tmp_path, family, folder, tower, is_frozen
 ):
     """As peft means it; a prefix keeps to the language model, also where layers of both have one name (gate_proj of
     Qwen2.5-VL and GLM). peft loads what is written."""
     samples = vision_samples(tiny_vision_model(family))
+    prefixes = [tower] if is_frozen else []
     (found,) = run_ranks(adapt, 1, folder, samples, str(tmp_path / "adapter"), prefixes)
     logprobs, off, base, names = found
     assert all(map(torch.equal, off, base))
-    assert any(".visual." in name for name in names) == (not prefixes)
+    assert any(f".{tower}." in name for name in names) == (not is_frozen)
     assert any(".language_model." in name for name in names)
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText

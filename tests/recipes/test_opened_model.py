@@ -135,7 +135,7 @@ def test_sampling_that_would_draw_tokens_of_images_is_refused(folder):
 
 def test_images_are_refused_with_their_row_where_vllm_is_not_given_those_of_the_family(tmp_path):
     tiny_vision_model("exaone4_5").config.save_pretrained(tmp_path)
-    vision = Vision(None, None, 5, None)
+    vision = Vision(None, None, 5, None, None)
     opened = OpenedModel(ModelConfig(path=str(tmp_path)), tmp_path, None, vision, None)
     assert opened.vision_in(SamplingConfig(engine={"type": "embedded"})) is vision
     shown = opened.vision_in(SamplingConfig(engine={"type": "vllm"}))
