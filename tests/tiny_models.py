@@ -160,7 +160,7 @@ PLACED_FAMILIES = (
 """Those that see images and find the positions of their tokens themselves."""
 GRID_FAMILIES = (*PLACED_FAMILIES, "exaone4_5")
 """Those whose tower is given the grid of an image."""
-VISION_FAMILIES = (*GRID_FAMILIES, "mistral3")
+VISION_FAMILIES = (*GRID_FAMILIES, "mistral3", "internvl")
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
 ROW_END = 9
 """Token ids of the tiny models that see images."""
@@ -188,7 +188,8 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     part; untied. glm4v_moe: likewise, with 4 fused experts and a shared one in the second decoder layer. glm_ocr: heads
     are rotated whole, and the tower normalises queries and keys; untied. exaone4_5: a tower like qwen2_5_vl's with
     fewer heads of keys and values; positions are counted; a window in the first decoder layer; untied. mistral3:
-    Pixtral, whose patches a projector merges; a window in both decoder layers; untied.
+    Pixtral, whose patches a projector merges; a window in both decoder layers; untied. internvl: tiles of 16 x 16
+    pixels and 4 tokens, with Qwen 2 behind; untied.
     """
     from transformers import (
         AutoModelForImageTextToText,
@@ -197,6 +198,7 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         Glm4vMoeConfig,
         Glm46VConfig,
         GlmOcrConfig,
+        InternVLConfig,
         Mistral3Config,
         Qwen2_5_VLConfig,
         Qwen2VLConfig,
@@ -281,6 +283,12 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         "mistral3": lambda: Mistral3Config(
             text_config=counted | {"model_type": "mistral", "head_dim": 8, "sliding_window": 8} | overrides,
             vision_config=picture | {"model_type": "pixtral", "head_dim": 16, "image_size": 64},
+            tie_word_embeddings=False,
+            image_token_id=IMAGE,
+        ),
+        "internvl": lambda: InternVLConfig(
+            text_config=counted | {"model_type": "qwen2"} | overrides,
+            vision_config=picture | {"layer_scale_init_value": 0.5},
             tie_word_embeddings=False,
             image_token_id=IMAGE,
         ),

@@ -53,9 +53,16 @@ def grid_seen(model, grid: tuple[int, int, int]) -> tuple[int, int, int]:
     return (1, 4, 2) if model.config.model_type == "mistral3" and grid == (1, 2, 2) else grid
 
 
+def num_tiles(grid: tuple[int, int, int]) -> int:
+    """Of 4 x 4 patches."""
+    return max(1, grid[1] * grid[2] // 16)
+
+
 def placeholder(model, grid: tuple[int, int, int]) -> list[int]:
     """The tokens between the marks of an image of such a grid of patches."""
     _, height, width = grid_seen(model, grid)
+    if model.config.model_type == "internvl":
+        return [IMAGE] * 4 * num_tiles(grid)
     if model.config.model_type == "mistral3":
         return [*[IMAGE] * (width // 2), ROW_END] * (height // 2)
     return [IMAGE] * (height * width // 4)
@@ -65,6 +72,10 @@ def drawn_images(model, grids: Sequence[tuple[int, int, int]], generator: torch.
     """Of random pixels."""
     sizes = torch.tensor([grid_seen(model, grid) for grid in grids])
     num_patches, num_values = sizes.prod(1), NUM_VALUES
+    if model.config.model_type == "internvl":
+        tiles = torch.tensor([num_tiles(grid) for grid in grids])
+        pixels = torch.randn(int(tiles.sum()), 3, 16, 16, generator=generator)
+        return Images(pixel_values=pixels, num_patches=tiles, num_tokens=4 * tiles, sizes=4 * sizes[:, 1:])
     if model.config.model_type == "mistral3":
         sizes, num_values = 4 * sizes[:, 1:], 3 * 4 * 4
     pixels = torch.randn(int(num_patches.sum()), num_values, generator=generator)
@@ -87,6 +98,8 @@ def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
     model.base_model.rope_deltas = None
     if sample.images is None:
         return {}
+    if model.config.model_type == "internvl":
+        return {"pixel_values": sample.images.pixel_values}
     if model.config.model_type == "mistral3":
         return {"pixel_values": padded(sample.images), "image_sizes": sample.images.sizes}
     seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.sizes}

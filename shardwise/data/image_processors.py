@@ -15,10 +15,14 @@ from torch.nn.functional import unfold
 
 from shardwise.config import ModelError
 from shardwise.data.sources import describe_type
-from shardwise.families import GridTower, PixtralTower, Tower
+from shardwise.families import GridTower, PixtralTower, TileTower, Tower
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+_IN_TILES = {"crop_to_patches": True}
+"""As InternVL's processor asks, whatever preprocessor_config.json says."""
 
 
 class ImageProcessor(Protocol):
@@ -93,13 +97,47 @@ class PixtralProcessor:
         return patches.contiguous(), found["image_sizes"][0].tolist()
 
 
+class TileProcessor:
+    """Cuts pictures into tiles, with a thumbnail behind several of them, for InternVL."""
+
+    def __init__(self, processor: Any, tower: TileTower) -> None:
+        """`processor`: transformers'.
+
+        Raises:
+            ModelError: its tiles are not those of the tower.
+        """
+        size = processor.size
+        if (size.height, size.width) != (tower.height, tower.width):
+            raise ModelError(
+                f"the image processor makes tiles of {size.height} x {size.width} pixels, and the vision tower reads "
+                f"{tower.height} x {tower.width}; set size in preprocessor_config.json to vision_config.image_size of "
+                "config.json"
+            )
+        self._processor = processor
+
+    def measure(self, width: int, height: int) -> tuple[int, list[int]]:
+        """See ImageProcessor."""
+        return self._processor.get_number_of_image_patches(height, width, _IN_TILES), [height, width]
+
+    def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
+        """See ImageProcessor."""
+        found = self._processor(images=[picture], do_convert_rgb=True, return_tensors="pt", **_IN_TILES)
+        return found["pixel_values"], [picture.height, picture.width]
+
+
 def image_processor_for(tower: Tower, processor: Any) -> ImageProcessor | None:
-    """Wraps transformers' image processor of a model with this tower; None if it belongs to models of another kind."""
+    """Wraps transformers' image processor of a model with this tower; None if it belongs to models of another kind.
+
+    Raises:
+        ModelError: the two do not fit.
+    """
     match tower:
         case GridTower() if hasattr(processor, "merge_size"):
             return GridProcessor(processor)
         case PixtralTower() if type(processor).__name__.startswith("Pixtral"):
             return PixtralProcessor(processor, tower)
+        case TileTower() if type(processor).__name__.startswith("GotOcr2"):
+            return TileProcessor(processor, tower)
     return None
 
 

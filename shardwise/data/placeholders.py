@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from shardwise.config import ModelError
 from shardwise.data.image_processors import read_keys
-from shardwise.families import PixtralTower, Tower
+from shardwise.families import PixtralTower, TileTower, Tower
 from shardwise.types import ImageRef
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TILE_MARKS = ("start_image_token", "end_image_token")
+"""What the tokenizer of InternVL names beside its other special tokens."""
 Placeholder = Callable[[ImageRef], list[int]]
 """The tokens that stand for an image."""
 _ROW_MARKS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
@@ -33,7 +35,20 @@ def placeholder_of(
             marks = [told.get(key, default) for key, default in _ROW_MARKS.items()]
             row_end, image_end = (_token_id(tokenizer, mark, folder) for mark in marks)
             return lambda image_ref: _rows(image_ref, tower.token_size, image_token_id, row_end, image_end)
+        case TileTower():
+            start, end = (_named_token_id(tokenizer, name, folder) for name in _TILE_MARKS)
+            return lambda image_ref: [start, *[image_token_id] * image_ref.num_tokens, end]
     return lambda image_ref: [image_token_id] * image_ref.num_tokens
+
+
+def _named_token_id(tokenizer: "PreTrainedTokenizerBase", name: str, folder: Path) -> int:
+    token = getattr(tokenizer, name, None)
+    if token is None:
+        raise ModelError(
+            f"{folder}: the tokenizer does not say what its {name} is, which the model's processor writes beside an "
+            f'image; name it under "extra_special_tokens" in tokenizer_config.json'
+        )
+    return _token_id(tokenizer, token, folder)
 
 
 def _rows(image_ref: ImageRef, token_size: int, image_token_id: int, row_end: int, image_end: int) -> list[int]:
@@ -46,7 +61,7 @@ def _token_id(tokenizer: "PreTrainedTokenizerBase", token: str, folder: Path) ->
     token_id = tokenizer.get_vocab().get(token)
     if token_id is None:
         raise ModelError(
-            f"{folder}: the tokenizer has no token {token!r}, which the model's processor writes into an image; take "
+            f"{folder}: the tokenizer has no token {token!r}, which the model's processor writes for an image; take "
             "the tokenizer that belongs to the model"
         )
     return token_id

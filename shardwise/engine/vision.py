@@ -85,7 +85,8 @@ class VisionTower:
             return features if ulysses is None else ulysses.send_rows(features, share.sent, share.received)
 
         seen = backbone.get_image_features(**self.tower.arguments(share.images), return_dict=True)
-        seen.pooler_output = [placed(seen.pooler_output)]
+        in_tiles = isinstance(seen.pooler_output, Tensor)  # [N, tokens, D], where others have a list of [tokens, D]
+        seen.pooler_output = placed(seen.pooler_output) if in_tiles else [placed(seen.pooler_output)]
         if "deepstack_features" in seen:
             seen.deepstack_features = [[placed(feature)] for feature in seen.deepstack_features]
         return {"mm_encoder_outputs": {"image": seen}}

@@ -113,6 +113,44 @@ class PixtralTower:
         return _image(patches, num_tokens=2, size=[self.token_size, 2 * self.token_size])
 
 
+@dataclass(frozen=True, slots=True)
+class TileTower:
+    """A tower that reads tiles of one size, of which the processor makes one or more of a picture: InternVL's.
+    `Images` hold tiles for patches, and as sizes the height and width of the pictures in pixels."""
+
+    num_channels: int
+    height: int
+    """Of a tile, in pixels."""
+    width: int
+    tokens_per_tile: int
+
+    @classmethod
+    def of_internvl(cls, config: Any) -> Self:
+        """`config`: of the whole model."""
+        vision = config.vision_config
+        height, width = vision.image_size
+        patches = (height // vision.patch_size[0]) * (width // vision.patch_size[1])
+        return cls(
+            num_channels=vision.num_channels,
+            height=height,
+            width=width,
+            tokens_per_tile=int(patches * config.downsample_ratio**2),
+        )
+
+    def num_tokens(self, num_patches: int) -> int:
+        """See Tower."""
+        return num_patches * self.tokens_per_tile
+
+    def arguments(self, images: Images) -> dict[str, Any]:
+        """See Tower."""
+        return {"pixel_values": images.pixel_values}
+
+    def black(self) -> Images:
+        """See Tower."""
+        tile = torch.zeros(1, self.num_channels, self.height, self.width)
+        return _image(tile, num_tokens=self.tokens_per_tile, size=[self.height, self.width])
+
+
 def tower_of(config: Any) -> Tower | None:
     """Returns the vision tower of a model with this config; None if it has none, or one of another kind."""
     vision = getattr(config, VISION_CONFIG, None)
@@ -121,6 +159,8 @@ def tower_of(config: Any) -> Tower | None:
     match config.model_type, getattr(vision, "model_type", None):
         case "mistral3", "pixtral":
             return PixtralTower.of(config)
+        case "internvl", _:
+            return TileTower.of_internvl(config)
     return None
 
 

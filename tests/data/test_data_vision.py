@@ -4,6 +4,7 @@ import copy
 import io
 import json
 from dataclasses import replace
+from unittest.mock import patch
 
 import pyarrow
 import pytest
@@ -20,6 +21,8 @@ from transformers import (
     Glm4vProcessor,
     Glm46VImageProcessorPil,
     Glm46VProcessor,
+    GotOcr2ImageProcessorPil,
+    InternVLProcessor,
     PixtralImageProcessorPil,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
@@ -263,9 +266,20 @@ def pixtral(tokenizer):
     return pixtral_processor(images, tokenizer, patch_size=4, spatial_merge_size=2)
 
 
-MARKED = {"mistral3": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", pixtral)}
+def internvl(tokenizer):
+    images = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
+    with patch.object(InternVLProcessor, "check_argument_for_proper_class"):  # that of videos needs torchvision
+        return InternVLProcessor(images, tokenizer, image_seq_length=4)
+
+
+MARKED = {
+    "mistral3": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", pixtral),
+    "internvl": (["<IMG_CONTEXT>", "<img>", "</img>", "<video>"], "<IMG_CONTEXT>\n", internvl),
+}
 """Special tokens of families whose processor writes marks around or into an image, what their chat template writes for
 one, and the processor."""
+INTERNVL_NAMES = ("context_image_token", "start_image_token", "end_image_token", "video_token")
+"""By which InternVL's tokenizer knows them."""
 
 
 @pytest.mark.parametrize("family", MARKED)
@@ -274,12 +288,15 @@ def test_rows_with_marks_of_the_models_own_processor_are_what_it_makes_of_them(f
     words, written, make_processor = MARKED[family]
     tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
     tokenizer.add_special_tokens({"additional_special_tokens": words})
+    for name, word in zip(INTERNVL_NAMES, words, strict=False):
+        setattr(tokenizer, name, word)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(word))
     tokenizer.chat_template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", written)
     model = tiny_vision_model(family)
     model.config.image_token_id = tokenizer.convert_tokens_to_ids(words[0])
     model.config.text_config.vocab_size = len(tokenizer)
     processor = make_processor(tokenizer)
-    processor.save_pretrained(tmp_path)
+    processor.image_processor.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)
     images = [Image.effect_noise(size, 90).convert("RGB") for size in ((16, 8), (20, 44), (40, 33))]
     for number, image in enumerate(images):

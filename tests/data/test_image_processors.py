@@ -7,13 +7,20 @@ from transformers import (
     CLIPImageProcessorPil,
     Glm4vImageProcessorPil,
     Glm46VImageProcessorPil,
+    GotOcr2ImageProcessorPil,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
 )
 
 from shardwise.config import ModelError
-from shardwise.data.image_processors import GridProcessor, PixtralProcessor, image_processor_for, read_keys
-from shardwise.families import GridTower, PixtralTower
+from shardwise.data.image_processors import (
+    GridProcessor,
+    PixtralProcessor,
+    TileProcessor,
+    image_processor_for,
+    read_keys,
+)
+from shardwise.families import GridTower, PixtralTower, TileTower
 
 SMALL_AND_LARGE = [(16, 8), (24, 24), (20, 36), (5, 3), (3, 40), (1, 1), (64, 48), (100, 30)]
 
@@ -68,7 +75,30 @@ def test_a_picture_of_a_single_token_is_refused_for_pixtral():
     assert found.measure(9, 5) == (8, [8, 16])
 
 
-@pytest.mark.parametrize("tower", [GridTower(merge_size=2, num_values=96), PIXTRAL])
+TILES = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4)
+
+
+@pytest.mark.parametrize("options", [{"crop_to_patches": False, "max_patches": 6}, {"min_patches": 2}])
+def test_internvls_tiles_are_those_of_its_own_processor(options):
+    """Which cuts pictures whatever its file says."""
+    processor = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, **options)
+    found = image_processor_for(TILES, processor)
+    assert isinstance(found, TileProcessor)
+    for width, height in [(16, 8), (24, 24), (20, 36), (3, 40), (64, 48), (100, 30)]:
+        picture = Image.effect_noise((width, height), 90).convert("RGB")
+        expected = processor([picture], crop_to_patches=True, return_tensors="pt")["pixel_values"]
+        tiles, size = found.cut(picture)
+        assert torch.equal(tiles, expected)
+        assert size == [height, width]
+        assert found.measure(width, height) == (len(tiles), size)
+
+
+def test_tiles_of_another_size_than_the_towers_are_refused_with_both():
+    with pytest.raises(ModelError, match=r"tiles of 384 x 384 pixels, and the vision tower reads 16 x 16; set size in"):
+        image_processor_for(TILES, GotOcr2ImageProcessorPil())
+
+
+@pytest.mark.parametrize("tower", [GridTower(merge_size=2, num_values=96), PIXTRAL, TILES])
 def test_a_processor_of_another_kind_prepares_nothing(tower):
     assert image_processor_for(tower, CLIPImageProcessorPil()) is None
 

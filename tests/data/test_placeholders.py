@@ -9,7 +9,7 @@ from vision_samples import pixtral_processor
 from shardwise.config import ModelError
 from shardwise.data.placeholders import placeholder_of
 from shardwise.data.synthetic import train_tokenizer
-from shardwise.families import GridTower, PixtralTower
+from shardwise.families import GridTower, PixtralTower, TileTower
 from shardwise.types import ImageRef
 
 MARKS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "[ROW]"]
@@ -41,6 +41,21 @@ def test_rows_of_pixtral_end_with_the_marks_of_its_processor(tokenizer, tmp_path
         text = processor.replace_image_token({"image_sizes": [(height, width)]}, 0)
         found = placeholder(reference(height * width // 64, [height, width]))
         assert found == tokenizer.encode(text, add_special_tokens=False)
+
+
+TILES = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4)
+
+
+def test_tiles_stand_between_the_marks_that_the_tokenizer_names(tokenizer, tmp_path):
+    tokenizer.start_image_token, tokenizer.end_image_token = MARKS[1:3]
+    placeholder = placeholder_of(tmp_path, TILES, tokenizer, 7)
+    start, end = tokenizer.convert_tokens_to_ids(MARKS[1:3])
+    assert placeholder(reference(8, [40, 16])) == [start, *[7] * 8, end]
+
+
+def test_a_tokenizer_that_names_no_mark_is_refused_with_where_to_name_it(tokenizer, tmp_path):
+    with pytest.raises(ModelError, match=r'what its start_image_token is, .* "extra_special_tokens" in tokenizer_conf'):
+        placeholder_of(tmp_path, TILES, tokenizer, 7)
 
 
 def test_a_tokenizer_without_a_mark_is_refused(tmp_path):
