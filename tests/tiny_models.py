@@ -160,7 +160,7 @@ PLACED_FAMILIES = (
 """Those that see images and find the positions of their tokens themselves."""
 GRID_FAMILIES = (*PLACED_FAMILIES, "exaone4_5")
 """Those whose tower is given the grid of an image."""
-VISION_FAMILIES = (*GRID_FAMILIES, "mistral3", "internvl")
+VISION_FAMILIES = (*GRID_FAMILIES, "mistral3", "internvl", "llava")
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
 ROW_END = 9
 """Token ids of the tiny models that see images."""
@@ -189,7 +189,8 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     are rotated whole, and the tower normalises queries and keys; untied. exaone4_5: a tower like qwen2_5_vl's with
     fewer heads of keys and values; positions are counted; a window in the first decoder layer; untied. mistral3:
     Pixtral, whose patches a projector merges; a window in both decoder layers; untied. internvl: tiles of 16 x 16
-    pixels and 4 tokens, with Qwen 2 behind; untied.
+    pixels and 4 tokens, with Qwen 2 behind; untied. llava: CLIP, of whose three layers two are read, in pictures of
+    8 x 8 pixels and 4 tokens, with Llama behind; untied.
     """
     from transformers import (
         AutoModelForImageTextToText,
@@ -199,6 +200,7 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         Glm46VConfig,
         GlmOcrConfig,
         InternVLConfig,
+        LlavaConfig,
         Mistral3Config,
         Qwen2_5_VLConfig,
         Qwen2VLConfig,
@@ -290,6 +292,11 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
             text_config=counted | {"model_type": "qwen2"} | overrides,
             vision_config=picture | {"layer_scale_init_value": 0.5},
             tie_word_embeddings=False,
+            image_token_id=IMAGE,
+        ),
+        "llava": lambda: LlavaConfig(
+            text_config=counted | {"model_type": "llama"} | overrides,
+            vision_config=picture | {"model_type": "clip_vision_model", "num_hidden_layers": 3, "image_size": 8},
             image_token_id=IMAGE,
         ),
         "qwen2_vl": lambda: Qwen2VLConfig(

@@ -21,6 +21,10 @@ GRIDS = ([(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [])
 """Height and width of the images of each sample, in patches: two of them, none, one, none."""
 
 
+TILE = {"internvl": 16, "llava": 8}
+"""Pixels of a tile, of 4 tokens, in height and width."""
+
+
 def vision_families(*quick: str, of: Sequence[str] = VISION_FAMILIES) -> list[Any]:
     """All of them as parameters of a test, of which `make test` runs those named."""
     return [*quick, *(pytest.param(name, marks=pytest.mark.full) for name in of if name not in quick)]
@@ -53,16 +57,16 @@ def grid_seen(model, grid: tuple[int, int, int]) -> tuple[int, int, int]:
     return (1, 4, 2) if model.config.model_type == "mistral3" and grid == (1, 2, 2) else grid
 
 
-def num_tiles(grid: tuple[int, int, int]) -> int:
-    """Of 4 x 4 patches."""
-    return max(1, grid[1] * grid[2] // 16)
+def num_tiles(model, grid: tuple[int, int, int]) -> int:
+    """LLaVA's is one; InternVL's are of 4 x 4 patches."""
+    return max(1, grid[1] * grid[2] // 16) if model.config.model_type == "internvl" else 1
 
 
 def placeholder(model, grid: tuple[int, int, int]) -> list[int]:
     """The tokens between the marks of an image of such a grid of patches."""
     _, height, width = grid_seen(model, grid)
-    if model.config.model_type == "internvl":
-        return [IMAGE] * 4 * num_tiles(grid)
+    if model.config.model_type in TILE:
+        return [IMAGE] * 4 * num_tiles(model, grid)
     if model.config.model_type == "mistral3":
         return [*[IMAGE] * (width // 2), ROW_END] * (height // 2)
     return [IMAGE] * (height * width // 4)
@@ -72,9 +76,9 @@ def drawn_images(model, grids: Sequence[tuple[int, int, int]], generator: torch.
     """Of random pixels."""
     sizes = torch.tensor([grid_seen(model, grid) for grid in grids])
     num_patches, num_values = sizes.prod(1), NUM_VALUES
-    if model.config.model_type == "internvl":
-        tiles = torch.tensor([num_tiles(grid) for grid in grids])
-        pixels = torch.randn(int(tiles.sum()), 3, 16, 16, generator=generator)
+    if side := TILE.get(model.config.model_type):
+        tiles = torch.tensor([num_tiles(model, grid) for grid in grids])
+        pixels = torch.randn(int(tiles.sum()), 3, side, side, generator=generator)
         return Images(pixel_values=pixels, num_patches=tiles, num_tokens=4 * tiles, sizes=4 * sizes[:, 1:])
     if model.config.model_type == "mistral3":
         sizes, num_values = 4 * sizes[:, 1:], 3 * 4 * 4
@@ -98,7 +102,7 @@ def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
     model.base_model.rope_deltas = None
     if sample.images is None:
         return {}
-    if model.config.model_type == "internvl":
+    if model.config.model_type in TILE:
         return {"pixel_values": sample.images.pixel_values}
     if model.config.model_type == "mistral3":
         return {"pixel_values": padded(sample.images), "image_sizes": sample.images.sizes}

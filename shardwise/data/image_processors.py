@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-_IN_TILES = {"crop_to_patches": True}
-"""As InternVL's processor asks, whatever preprocessor_config.json says."""
-
-
 class ImageProcessor(Protocol):
     """Prepares pictures for one kind of vision tower."""
 
@@ -98,7 +94,7 @@ class PixtralProcessor:
 
 
 class TileProcessor:
-    """Cuts pictures into tiles, with a thumbnail behind several of them, for InternVL."""
+    """Makes tiles of one size: several of a picture with a thumbnail behind them, for InternVL, or one, for LLaVA."""
 
     def __init__(self, processor: Any, tower: TileTower) -> None:
         """`processor`: transformers'.
@@ -106,22 +102,27 @@ class TileProcessor:
         Raises:
             ModelError: its tiles are not those of the tower.
         """
-        size = processor.size
+        key = "crop_size" if processor.do_center_crop else "size"
+        size = getattr(processor, key)
         if (size.height, size.width) != (tower.height, tower.width):
             raise ModelError(
                 f"the image processor makes tiles of {size.height} x {size.width} pixels, and the vision tower reads "
-                f"{tower.height} x {tower.width}; set size in preprocessor_config.json to vision_config.image_size of "
-                "config.json"
+                f"{tower.height} x {tower.width}; set {key} in preprocessor_config.json to vision_config.image_size "
+                "of config.json"
             )
         self._processor = processor
+        # As InternVL's processor asks, whatever preprocessor_config.json says.
+        self._options = {"crop_to_patches": True} if tower.is_cut else {}
 
     def measure(self, width: int, height: int) -> tuple[int, list[int]]:
         """See ImageProcessor."""
-        return self._processor.get_number_of_image_patches(height, width, _IN_TILES), [height, width]
+        if not self._options:
+            return 1, [height, width]
+        return self._processor.get_number_of_image_patches(height, width, self._options), [height, width]
 
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """See ImageProcessor."""
-        found = self._processor(images=[picture], do_convert_rgb=True, return_tensors="pt", **_IN_TILES)
+        found = self._processor(images=[picture], do_convert_rgb=True, return_tensors="pt", **self._options)
         return found["pixel_values"], [picture.height, picture.width]
 
 
@@ -131,12 +132,15 @@ def image_processor_for(tower: Tower, processor: Any) -> ImageProcessor | None:
     Raises:
         ModelError: the two do not fit.
     """
+    kind = type(processor).__name__
     match tower:
         case GridTower() if hasattr(processor, "merge_size"):
             return GridProcessor(processor)
-        case PixtralTower() if type(processor).__name__.startswith("Pixtral"):
+        case PixtralTower() if kind.startswith("Pixtral"):
             return PixtralProcessor(processor, tower)
-        case TileTower() if type(processor).__name__.startswith("GotOcr2"):
+        case TileTower(is_cut=True) if kind.startswith("GotOcr2"):
+            return TileProcessor(processor, tower)
+        case TileTower(is_cut=False) if kind.startswith(("CLIP", "Siglip", "Llava")):
             return TileProcessor(processor, tower)
     return None
 

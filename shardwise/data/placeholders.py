@@ -35,7 +35,7 @@ def placeholder_of(
             marks = [told.get(key, default) for key, default in _ROW_MARKS.items()]
             row_end, image_end = (_token_id(tokenizer, mark, folder) for mark in marks)
             return lambda image_ref: _rows(image_ref, tower.token_size, image_token_id, row_end, image_end)
-        case TileTower():
+        case TileTower(is_cut=True):
             start, end = (_named_token_id(tokenizer, name, folder) for name in _TILE_MARKS)
             return lambda image_ref: [start, *[image_token_id] * image_ref.num_tokens, end]
     return lambda image_ref: [image_token_id] * image_ref.num_tokens

@@ -15,7 +15,7 @@ from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicy
 from shardwise.engine.mesh import EngineMesh, divisors
 from shardwise.engine.names import CONTAINERS, closest_classes, has_parameters, is_within, outermost
 from shardwise.engine.precision import Precision
-from shardwise.families import decoder_layers, unseen_modules, vision_paths
+from shardwise.families import decoder_layers, unreached_modules, vision_paths
 from shardwise.ops import plain_name
 
 MIN_TORCH = "2.13"
@@ -89,9 +89,9 @@ class Units:
         wrap = config.wrap_policy
         self.layers = layer_paths(model, wrap)
         """Paths of the layers."""
-        unseen = unseen_modules(model)
-        self._reached = [path for path in self.layers if not any(is_within(path, outer) for outer in unseen)]
-        """Paths of the layers that some input runs through."""
+        unreached = unreached_modules(model)
+        self._reached = [path for path in self.layers if not any(is_within(path, outer) for outer in unreached)]
+        """Paths of the layers that gradients come back through."""
         self._spread_experts = set(spread_experts)
         named = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
         for path in named:

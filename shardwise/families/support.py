@@ -299,8 +299,9 @@ def finds_positions(model: Any) -> bool:
 
 
 def unreached_modules(model: Any) -> list[str]:
-    """Returns the paths of the modules that no gradient reaches: indexers and `unseen_modules`."""
-    return [*indexers(model), *unseen_modules(model)]
+    """Returns the paths of the modules that no gradient reaches: indexers, `unseen_modules`, and what a vision tower
+    computes behind the hidden states that are read."""
+    return [*indexers(model), *unseen_modules(model), *_unread(model)]
 
 
 def unseen_modules(model: Any) -> list[str]:
@@ -318,6 +319,24 @@ def vision_paths(model: Any) -> list[str]:
     """Returns the paths of the vision tower and of what follows it, in the order of the forward pass; empty for a model
     that takes no images."""
     return _beside_language_model(model) if takes_images(model) else []
+
+
+def _unread(model: Any) -> list[str]:
+    """Returns the paths of what a vision tower that is shown images computes behind the hidden states that its model
+    reads, which are those of an inner layer (LLaVA)."""
+    read, paths = getattr(model.config, "vision_feature_layer", None), vision_paths(model)
+    if read is None or not paths:
+        return []
+    tower = model.get_submodule(paths[0])
+    if read == -1 and tower.config.model_type == "internvl_vision":  # its last hidden states, norm included
+        return []
+    num_layers = tower.config.num_hidden_layers
+    lists = ((path, part) for path, part in tower.named_modules() if isinstance(part, nn.ModuleList))
+    layers = next(path for path, part in lists if len(part) == num_layers)
+    num_read = max(layer % (num_layers + 1) for layer in ([read] if isinstance(read, int) else read))
+    names = [name for name, child in tower.named_children() if any(True for _ in child.parameters())]
+    behind = names[names.index(layers.partition(".")[0]) + 1 :]
+    return [f"{paths[0]}.{path}" for path in (*(f"{layers}.{n}" for n in range(num_read, num_layers)), *behind)]
 
 
 def _beside_language_model(model: Any) -> list[str]:

@@ -115,14 +115,16 @@ class PixtralTower:
 
 @dataclass(frozen=True, slots=True)
 class TileTower:
-    """A tower that reads tiles of one size, of which the processor makes one or more of a picture: InternVL's.
-    `Images` hold tiles for patches, and as sizes the height and width of the pictures in pixels."""
+    """A tower that reads tiles of one size: those of InternVL and LLaVA. `Images` hold tiles for patches, and as sizes
+    the height and width of the pictures in pixels."""
 
     num_channels: int
     height: int
     """Of a tile, in pixels."""
     width: int
     tokens_per_tile: int
+    is_cut: bool
+    """Whether a picture is cut into several of them, between marks (InternVL); else it becomes one (LLaVA)."""
 
     @classmethod
     def of_internvl(cls, config: Any) -> Self:
@@ -135,6 +137,20 @@ class TileTower:
             height=height,
             width=width,
             tokens_per_tile=int(patches * config.downsample_ratio**2),
+            is_cut=True,
+        )
+
+    @classmethod
+    def of_llava(cls, config: Any) -> Self:
+        """`config`: of the whole model, whose tower is CLIP or SigLIP. CLIP has a feature more than patches."""
+        vision = config.vision_config
+        num_features = (vision.image_size // vision.patch_size) ** 2 + (vision.model_type == "clip_vision_model")
+        return cls(
+            num_channels=vision.num_channels,
+            height=vision.image_size,
+            width=vision.image_size,
+            tokens_per_tile=num_features - (config.vision_feature_select_strategy == "default"),
+            is_cut=False,
         )
 
     def num_tokens(self, num_patches: int) -> int:
@@ -157,10 +173,12 @@ def tower_of(config: Any) -> Tower | None:
     if all(hasattr(vision, name) for name in _GRID_SIZES):
         return GridTower.of(vision)
     match config.model_type, getattr(vision, "model_type", None):
-        case "mistral3", "pixtral":
+        case "mistral3" | "llava", "pixtral":
             return PixtralTower.of(config)
         case "internvl", _:
             return TileTower.of_internvl(config)
+        case "llava", "clip_vision_model" | "siglip_vision_model":
+            return TileTower.of_llava(config)
     return None
 
 

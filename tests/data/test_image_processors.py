@@ -1,5 +1,7 @@
 """What is made of pictures, against the models' own image processors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from PIL import Image
@@ -8,8 +10,10 @@ from transformers import (
     Glm4vImageProcessorPil,
     Glm46VImageProcessorPil,
     GotOcr2ImageProcessorPil,
+    LlavaImageProcessorPil,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
+    SiglipImageProcessorPil,
 )
 
 from shardwise.config import ModelError
@@ -75,7 +79,8 @@ def test_a_picture_of_a_single_token_is_refused_for_pixtral():
     assert found.measure(9, 5) == (8, [8, 16])
 
 
-TILES = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4)
+TILES = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4, is_cut=True)
+ONE_TILE = replace(TILES, is_cut=False)
 
 
 @pytest.mark.parametrize("options", [{"crop_to_patches": False, "max_patches": 6}, {"min_patches": 2}])
@@ -96,11 +101,34 @@ def test_internvls_tiles_are_those_of_its_own_processor(options):
 def test_tiles_of_another_size_than_the_towers_are_refused_with_both():
     with pytest.raises(ModelError, match=r"tiles of 384 x 384 pixels, and the vision tower reads 16 x 16; set size in"):
         image_processor_for(TILES, GotOcr2ImageProcessorPil())
+    with pytest.raises(
+        ModelError, match=r"tiles of 224 x 224 pixels, and .* 16 x 16; set crop_size in preprocessor_con"
+    ):
+        image_processor_for(ONE_TILE, CLIPImageProcessorPil())
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 16, "width": 16}),
+        LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, do_pad=True),
+        SiglipImageProcessorPil(size={"height": 16, "width": 16}),
+    ],
+)
+def test_llavas_one_tile_is_that_of_its_own_processor(processor):
+    found = image_processor_for(ONE_TILE, processor)
+    for width, height in [(16, 8), (24, 24), (3, 40), (64, 48)]:
+        picture = Image.effect_noise((width, height), 90).convert("RGB")
+        tiles, size = found.cut(picture)
+        assert torch.equal(tiles, processor([picture], return_tensors="pt")["pixel_values"])
+        assert tiles.shape == (1, 3, 16, 16)
+        assert found.measure(width, height) == (1, size) == (1, [height, width])
 
 
 @pytest.mark.parametrize("tower", [GridTower(merge_size=2, num_values=96), PIXTRAL, TILES])
 def test_a_processor_of_another_kind_prepares_nothing(tower):
     assert image_processor_for(tower, CLIPImageProcessorPil()) is None
+    assert image_processor_for(ONE_TILE, GotOcr2ImageProcessorPil(size={"height": 16, "width": 16})) is None
 
 
 def test_keys_of_a_file_that_is_not_there_are_none(tmp_path):

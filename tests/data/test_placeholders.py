@@ -1,6 +1,7 @@
 """The tokens of images, against what the models' own processors write as text."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from transformers import PixtralImageProcessorPil
@@ -43,7 +44,7 @@ def test_rows_of_pixtral_end_with_the_marks_of_its_processor(tokenizer, tmp_path
         assert found == tokenizer.encode(text, add_special_tokens=False)
 
 
-TILES = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4)
+TILES = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4, is_cut=True)
 
 
 def test_tiles_stand_between_the_marks_that_the_tokenizer_names(tokenizer, tmp_path):
@@ -51,6 +52,8 @@ def test_tiles_stand_between_the_marks_that_the_tokenizer_names(tokenizer, tmp_p
     placeholder = placeholder_of(tmp_path, TILES, tokenizer, 7)
     start, end = tokenizer.convert_tokens_to_ids(MARKS[1:3])
     assert placeholder(reference(8, [40, 16])) == [start, *[7] * 8, end]
+    placeholder = placeholder_of(tmp_path, replace(TILES, is_cut=False), tokenizer, 7)
+    assert placeholder(reference(4, [40, 16])) == [7] * 4  # LLaVA's one tile has none
 
 
 def test_a_tokenizer_that_names_no_mark_is_refused_with_where_to_name_it(tokenizer, tmp_path):

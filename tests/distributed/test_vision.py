@@ -32,6 +32,7 @@ TOWER = "model.visual"
 BLOCKS = {
     "mistral3": ("model.vision_tower.transformer.layers", torch.bfloat16),
     "internvl": ("model.vision_tower.encoder.layer", None),
+    "llava": ("model.vision_tower.encoder.layers", None),
 }
 """Path of a tower's blocks and the dtype of the angles by which they rotate, if not as with Qwen and GLM."""
 
@@ -159,12 +160,13 @@ def shares(folder: str, samples, max_tokens: int):
 def test_ranks_that_share_a_pack_divide_its_images(run_ranks, family, folder):
     """Of images of 48, 24 and 4 patches one rank looks at the first, the other at two; of a single one nothing is left
     for one of them, and of none for both: they look at a black image of 4. Mistral 3's smallest are of 8, and InternVL
-    has a tile for 16, at least one."""
+    has a tile for 16, at least one; LLaVA has one."""
     model = tiny_vision_model(family)
     black = int(tower_of(model.config).black().num_patches)
-    rest, largest = {"mistral3": (32, 48), "internvl": (2, 3)}.get(family, (28, 48))
+    rest, largest = {"mistral3": (32, 48), "internvl": (2, 3), "llava": (1, 2)}.get(family, (28, 48))
     assert sorted(run_ranks(shares, 2, folder, vision_samples(model), 256)) == [[rest], [largest]]
-    assert run_ranks(shares, 2, folder, vision_samples(model, [[(1, 6, 8)]]), 256) == [[black], [largest]]
+    alone = 1 if family == "llava" else largest
+    assert run_ranks(shares, 2, folder, vision_samples(model, [[(1, 6, 8)]]), 256) == [[black], [alone]]
     assert run_ranks(shares, 2, folder, vision_samples(model, [[], []]), 256) == [[black], [black]]
 
 

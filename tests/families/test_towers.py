@@ -3,9 +3,10 @@
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_vision_model
-from vision_samples import vision_families
+from transformers import InternVLForConditionalGeneration, LlavaConfig, LlavaForConditionalGeneration
+from vision_samples import padded, vision_families
 
-from shardwise.families import backbone, tower_of
+from shardwise.families import PixtralTower, backbone, tower_of, unreached_modules, vision_paths
 from shardwise.types import Images
 
 
@@ -22,6 +23,91 @@ def test_a_tower_makes_of_its_smallest_image_as_many_features_as_it_says(family)
         with torch.no_grad():
             features = backbone(model).get_image_features(**tower.arguments(images), return_dict=True).pooler_output
         assert sum(map(len, features)) == expected
+
+
+PICTURE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2} | {
+    "patch_size": 4,
+    "image_size": 8,
+}
+WORDS = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1} | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+}
+TOWERS_OF_LLAVA = {
+    "clip": ({"model_type": "clip_vision_model"}, {}),
+    "all of clip": ({"model_type": "clip_vision_model"}, {"vision_feature_select_strategy": "full"}),
+    "two layers of clip": ({"model_type": "clip_vision_model"}, {"vision_feature_layer": [0, -3]}),
+    "siglip": ({"model_type": "siglip_vision_model"}, {"vision_feature_select_strategy": "full"}),
+    "siglip, to its end": (
+        {"model_type": "siglip_vision_model"},
+        {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+    ),
+    "pixtral": (
+        {"model_type": "pixtral", "head_dim": 16, "image_size": 64},
+        {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+    ),
+}
+
+
+def llava_with(tower: str):
+    vision, options = TOWERS_OF_LLAVA[tower]
+    config = LlavaConfig(text_config=WORDS, vision_config=PICTURE | vision, image_token_id=5, **options)
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("tower", TOWERS_OF_LLAVA)
+def test_every_tower_of_llava_makes_as_many_features_as_it_says(tower):
+    model = llava_with(tower)
+    found = tower_of(model.config)
+    images = Images.joined([found.black(), found.black()])
+    with torch.no_grad():
+        features = backbone(model).get_image_features(**found.arguments(images), return_dict=True).pooler_output
+    assert [len(feature) for feature in features] == images.num_tokens.tolist()
+
+
+@pytest.mark.parametrize("tower", TOWERS_OF_LLAVA)
+def test_what_is_said_to_be_unreached_is_what_has_no_gradient(tower):
+    model = llava_with(tower)
+    found = tower_of(model.config)
+    output = backbone(model).get_image_features(**found.arguments(found.black()), return_dict=True)
+    sum(feature.sum() for feature in output.pooler_output).backward()
+    unreached = tuple(f"{path}." for path in unreached_modules(model))
+    seen = [path for path, _ in model.named_parameters() if path.startswith(tuple(vision_paths(model)))]
+    assert {path for path in seen if path.startswith(unreached)} == {
+        path for path in seen if model.get_parameter(path).grad is None
+    }
+
+
+@pytest.mark.parametrize("use_mean_pooling", [True, False])
+def test_all_of_internvls_tower_is_reached(use_mean_pooling):
+    """Its norm too, where it has one."""
+    config = tiny_vision_model("internvl").config
+    config.vision_config.use_mean_pooling = use_mean_pooling
+    model = InternVLForConditionalGeneration(config)
+    found = tower_of(config)
+    output = backbone(model).get_image_features(**found.arguments(found.black()), return_dict=True)
+    output.pooler_output.sum().backward()
+    assert unreached_modules(model) == []
+    assert all(part.grad is not None for part in model.model.vision_tower.parameters())
+
+
+def test_pixtral_is_given_its_pictures_padded_to_the_largest():
+    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3)
+    sizes = torch.tensor([[8, 24], [16, 8]])
+    num_patches = sizes.prod(1) // 16
+    images = Images(
+        pixel_values=torch.randn(int(num_patches.sum()), 48),
+        num_patches=num_patches,
+        num_tokens=num_patches // 4,
+        sizes=sizes,
+    )
+    given = tower.arguments(images)
+    assert given["image_sizes"] == sizes.tolist()
+    assert torch.equal(given["pixel_values"], padded(images))
+    assert given["pixel_values"].shape == (2, 3, 16, 24)
 
 
 def test_a_model_of_words_has_no_tower():

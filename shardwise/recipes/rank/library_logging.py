@@ -13,7 +13,8 @@ _SIZE_OF_AN_IMAGE = "Image size .* exceeds limit"
 """pillow's warning of images that data/images.py refuses."""
 
 _VIEW_OF_A_UNIT = "FSDP2-wrapped module .* returned a view tensor"
-"""torch's warning against changing the last states of GLM's vision tower in place, which nothing does."""
+"""torch's warning against changing the last states of GLM's vision tower, or of LLaVA's projector, in place, which
+nothing does."""
 
 
 def quiet_libraries() -> None:
