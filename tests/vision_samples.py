@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_models import IMAGE, ROW_END, VISION_END, VISION_FAMILIES, VISION_START
 from torch import Tensor
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from shardwise.families import finds_positions
 from shardwise.types import Denominators, GenerateRequest, Images, Metrics, Sample, TokenBatch, TokenOutputs
@@ -65,6 +66,8 @@ def num_tiles(model, grid: tuple[int, int, int]) -> int:
 def placeholder(model, grid: tuple[int, int, int]) -> list[int]:
     """The tokens between the marks of an image of such a grid of patches."""
     _, height, width = grid_seen(model, grid)
+    if model.config.model_type == "llava_next":
+        return [IMAGE] * int(drawn_images(model, [grid], torch.Generator()).num_tokens)
     if model.config.model_type in TILE:
         return [IMAGE] * 4 * num_tiles(model, grid)
     if model.config.model_type == "mistral3":
@@ -76,6 +79,8 @@ def drawn_images(model, grids: Sequence[tuple[int, int, int]], generator: torch.
     """Of random pixels."""
     sizes = torch.tensor([grid_seen(model, grid) for grid in grids])
     num_patches, num_values = sizes.prod(1), NUM_VALUES
+    if model.config.model_type == "llava_next":
+        return images_in_tiles(model, 4 * sizes[:, 1:], generator)
     if side := TILE.get(model.config.model_type):
         tiles = torch.tensor([num_tiles(model, grid) for grid in grids])
         pixels = torch.randn(int(tiles.sum()), 3, side, side, generator=generator)
@@ -97,11 +102,26 @@ def reference_logits(model, sample: Sample) -> Tensor:
     return logits
 
 
+def images_in_tiles(model, sizes: Tensor, generator: torch.Generator) -> Images:
+    """As LLaVA-NeXT reads them; how many tokens they are, says the model."""
+    pinpoints = model.config.image_grid_pinpoints
+    tiles = torch.tensor([image_size_to_num_patches(size, pinpoints, 8) for size in sizes.tolist()])
+    pixels = torch.randn(int(tiles.sum()), 3, 8, 8, generator=generator)
+    dtype = next(model.parameters()).dtype
+    with torch.no_grad():
+        features = model.model.get_image_features(pixels.to(dtype), sizes, return_dict=True).pooler_output
+    return Images(pixel_values=pixels, num_patches=tiles, num_tokens=torch.tensor([*map(len, features)]), sizes=sizes)
+
+
 def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
     """What transformers' forward and generate are given beside the tokens, as the family's processor writes it."""
     model.base_model.rope_deltas = None
     if sample.images is None:
         return {}
+    if model.config.model_type == "llava_next":
+        parts = sample.images.pixel_values.split(sample.images.num_patches.tolist())
+        pixels = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        return {"pixel_values": pixels, "image_sizes": sample.images.sizes}
     if model.config.model_type in TILE:
         return {"pixel_values": sample.images.pixel_values}
     if model.config.model_type == "mistral3":

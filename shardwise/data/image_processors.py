@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,17 +16,27 @@ from torch.nn.functional import unfold
 
 from shardwise.config import ModelError
 from shardwise.data.sources import describe_type
-from shardwise.families import GridTower, PixtralTower, TileTower, Tower
+from shardwise.families import AnyresTower, GridTower, PixtralTower, TileTower, Tower
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What a picture of some size becomes."""
+
+    num_patches: int
+    num_tokens: int
+    size: list[int]
+    """Of its row in `Images.sizes`."""
+
+
 class ImageProcessor(Protocol):
     """Prepares pictures for one kind of vision tower."""
 
-    def measure(self, width: int, height: int) -> tuple[int, list[int]]:
-        """Returns num_patches and size, as in `ImageRef`, of a picture of so many pixels.
+    def measure(self, width: int, height: int) -> Extent:
+        """Returns what becomes of a picture of so many pixels.
 
         Raises:
             ValueError: the processor refuses its proportions, or the model its size.
@@ -40,12 +51,13 @@ class ImageProcessor(Protocol):
 class GridProcessor:
     """Cuts pictures into a grid of small patches, for Qwen and GLM."""
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, tower: GridTower) -> None:
         """`processor`: transformers'."""
         self._processor = processor
+        self._tower = tower
         self._resize = _smart_resize(processor)
 
-    def measure(self, width: int, height: int) -> tuple[int, list[int]]:
+    def measure(self, width: int, height: int) -> Extent:
         """See ImageProcessor."""
         processor = self._processor
         resized = self._resize(
@@ -56,7 +68,8 @@ class GridProcessor:
             max_pixels=processor.size["longest_edge"],
         )
         grid = [1, *(pixels // processor.patch_size for pixels in resized)]
-        return math.prod(grid), grid
+        num_patches = math.prod(grid)
+        return Extent(num_patches, self._tower.num_tokens(num_patches), grid)
 
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """See ImageProcessor."""
@@ -73,7 +86,7 @@ class PixtralProcessor:
         self._tower = tower
         self._resize: Callable[..., tuple[int, int]] = _beside(processor, "get_resize_output_image_size")
 
-    def measure(self, width: int, height: int) -> tuple[int, list[int]]:
+    def measure(self, width: int, height: int) -> Extent:
         """See ImageProcessor."""
         limit, token_size = self._processor.size, self._tower.token_size
         picture = torch.empty(self._tower.num_channels, height, width, device="meta")  # of which it reads the shape
@@ -81,7 +94,8 @@ class PixtralProcessor:
         size = list(self._resize(picture, limits, token_size, input_data_format="channels_first"))
         if size == [token_size, token_size]:
             raise ValueError("it would be a single token, which the model cannot take by itself")
-        return math.prod(size) // self._tower.patch_size**2, size
+        num_patches = math.prod(size) // self._tower.patch_size**2
+        return Extent(num_patches, self._tower.num_tokens(num_patches), size)
 
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """See ImageProcessor."""
@@ -102,28 +116,56 @@ class TileProcessor:
         Raises:
             ModelError: its tiles are not those of the tower.
         """
-        key = "crop_size" if processor.do_center_crop else "size"
-        size = getattr(processor, key)
-        if (size.height, size.width) != (tower.height, tower.width):
-            raise ModelError(
-                f"the image processor makes tiles of {size.height} x {size.width} pixels, and the vision tower reads "
-                f"{tower.height} x {tower.width}; set {key} in preprocessor_config.json to vision_config.image_size "
-                "of config.json"
-            )
+        _require_size(processor, tower)
         self._processor = processor
+        self._tower = tower
         # As InternVL's processor asks, whatever preprocessor_config.json says.
         self._options = {"crop_to_patches": True} if tower.is_cut else {}
 
-    def measure(self, width: int, height: int) -> tuple[int, list[int]]:
+    def measure(self, width: int, height: int) -> Extent:
         """See ImageProcessor."""
-        if not self._options:
-            return 1, [height, width]
-        return self._processor.get_number_of_image_patches(height, width, self._options), [height, width]
+        num_patches = 1
+        if self._tower.is_cut:
+            num_patches = self._processor.get_number_of_image_patches(height, width, self._options)
+        return Extent(num_patches, self._tower.num_tokens(num_patches), [height, width])
 
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """See ImageProcessor."""
         found = self._processor(images=[picture], do_convert_rgb=True, return_tensors="pt", **self._options)
         return found["pixel_values"], [picture.height, picture.width]
+
+
+class AnyresProcessor:
+    """Makes one tile of a picture, and several more of it in one of some sizes, for LLaVA-NeXT."""
+
+    def __init__(self, processor: Any, tower: AnyresTower) -> None:
+        """`processor`: transformers'.
+
+        Raises:
+            ModelError: its tiles, or the sizes, are not those of the tower.
+        """
+        _require_size(processor, tower.tiles)
+        sizes = [tuple(size) for size in processor.image_grid_pinpoints]
+        if sizes != tower.pinpoints:
+            raise ModelError(
+                f"image_grid_pinpoints={sizes} of the image processor are not {tower.pinpoints}, those of config.json; "
+                "set them in preprocessor_config.json to these"
+            )
+        self._processor = processor
+        self._tower = tower
+
+    def measure(self, width: int, height: int) -> Extent:
+        """See ImageProcessor."""
+        from transformers.image_processing_utils import select_best_resolution
+
+        pinpoint = select_best_resolution((height, width), self._tower.pinpoints)
+        num_tokens = self._tower.num_tokens(pinpoint, (height, width))
+        return Extent(self._tower.num_patches(pinpoint), num_tokens, [height, width])
+
+    def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
+        """See ImageProcessor."""
+        found = self._processor(images=[picture], do_convert_rgb=True, return_tensors="pt")
+        return found["pixel_values"][0], [picture.height, picture.width]
 
 
 def image_processor_for(tower: Tower, processor: Any) -> ImageProcessor | None:
@@ -135,14 +177,28 @@ def image_processor_for(tower: Tower, processor: Any) -> ImageProcessor | None:
     kind = type(processor).__name__
     match tower:
         case GridTower() if hasattr(processor, "merge_size"):
-            return GridProcessor(processor)
+            return GridProcessor(processor, tower)
         case PixtralTower() if kind.startswith("Pixtral"):
             return PixtralProcessor(processor, tower)
         case TileTower(is_cut=True) if kind.startswith("GotOcr2"):
             return TileProcessor(processor, tower)
-        case TileTower(is_cut=False) if kind.startswith(("CLIP", "Siglip", "Llava")):
+        case TileTower(is_cut=False) if kind.startswith(("CLIP", "Siglip", "LlavaImage")):
             return TileProcessor(processor, tower)
+        case AnyresTower() if kind.startswith("LlavaNextImage"):
+            return AnyresProcessor(processor, tower)
     return None
+
+
+def _require_size(processor: Any, tower: TileTower) -> None:
+    """Raises ModelError if tiles have another size than the tower's."""
+    key = "crop_size" if processor.do_center_crop else "size"
+    size = getattr(processor, key)
+    if (size.height, size.width) != (tower.height, tower.width):
+        raise ModelError(
+            f"the image processor makes tiles of {size.height} x {size.width} pixels, and the vision tower reads "
+            f"{tower.height} x {tower.width}; set {key} in preprocessor_config.json to vision_config.image_size of "
+            "config.json"
+        )
 
 
 def read_keys(path: Path, key: str | None = None) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class ImageReader:
         with _opened(source, name) as image:
             width, height = _size(image, name)
         try:
-            num_patches, size = self._processor.measure(width, height)
+            extent = self._processor.measure(width, height)
         except ValueError as error:
             raise DataError(
                 f"{name} has {width} x {height} pixels: {error}; scale or crop it, or remove the row"
@@ -130,9 +130,9 @@ class ImageReader:
             name=name,
             path=source if isinstance(source, str) else None,
             data=None if isinstance(source, str) else torch.frombuffer(bytearray(source), dtype=torch.uint8),
-            num_patches=num_patches,
-            num_tokens=self.tower.num_tokens(num_patches),
-            size=size,
+            num_patches=extent.num_patches,
+            num_tokens=extent.num_tokens,
+            size=extent.size,
         )
 
     def read(self, image_refs: Sequence[ImageRef]) -> Images:

@@ -45,4 +45,4 @@ from shardwise.families.support import (
     vision_reason,
     wrapper_reason,
 )
-from shardwise.families.towers import VISION_CONFIG, GridTower, PixtralTower, TileTower, Tower, tower_of
+from shardwise.families.towers import VISION_CONFIG, AnyresTower, GridTower, PixtralTower, TileTower, Tower, tower_of

@@ -3,6 +3,7 @@
 Shapes: I images, N patches of all of them, F values of a patch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -19,10 +20,6 @@ _GRID_SIZES = ("spatial_merge_size", "in_channels", "temporal_patch_size", "patc
 
 class Tower(Protocol):
     """What the config of a model says about its vision tower."""
-
-    def num_tokens(self, num_patches: int) -> int:
-        """Returns how many tokens stand for an image of so many patches."""
-        ...
 
     def arguments(self, images: Images) -> dict[str, Any]:
         """Returns what the model's get_image_features takes."""
@@ -51,7 +48,7 @@ class GridTower:
         )
 
     def num_tokens(self, num_patches: int) -> int:
-        """See Tower."""
+        """Returns how many tokens stand for an image of so many patches."""
         return num_patches // self.merge_size**2
 
     def arguments(self, images: Images) -> dict[str, Any]:
@@ -90,7 +87,7 @@ class PixtralTower:
         return self.patch_size * self.merge_size
 
     def num_tokens(self, num_patches: int) -> int:
-        """See Tower."""
+        """Returns how many tokens stand for an image of so many patches."""
         return num_patches // self.merge_size**2
 
     def arguments(self, images: Images) -> dict[str, Any]:
@@ -154,7 +151,7 @@ class TileTower:
         )
 
     def num_tokens(self, num_patches: int) -> int:
-        """See Tower."""
+        """Returns how many tokens stand for an image of so many patches."""
         return num_patches * self.tokens_per_tile
 
     def arguments(self, images: Images) -> dict[str, Any]:
@@ -165,6 +162,47 @@ class TileTower:
         """See Tower."""
         tile = torch.zeros(1, self.num_channels, self.height, self.width)
         return _image(tile, num_tokens=self.tokens_per_tile, size=[self.height, self.width])
+
+
+@dataclass(frozen=True, slots=True)
+class AnyresTower:
+    """LLaVA-NeXT's, which reads a picture as one tile and again in several, of whose features those of padding are left
+    out: how many tokens stand for it depends on its proportions. `Images` are as with TileTower."""
+
+    tiles: TileTower
+    pinpoints: Sequence[tuple[int, int]]
+    """Heights and widths in pixels that the tiles of a picture may have together."""
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """`config`: of the whole model."""
+        return cls(tiles=TileTower.of_llava(config), pinpoints=[tuple(size) for size in config.image_grid_pinpoints])
+
+    def num_patches(self, pinpoint: tuple[int, int]) -> int:
+        """Returns how many tiles a picture has for which `pinpoint` is taken."""
+        return 1 + pinpoint[0] // self.tiles.height * (pinpoint[1] // self.tiles.width)
+
+    def num_tokens(self, pinpoint: tuple[int, int], size: Sequence[int]) -> int:
+        """Returns how many tokens stand for a picture of `size` for which `pinpoint` is taken: those of the whole tile,
+        and of the others without padding, with one more at the end of each row."""
+        side = round(self.tiles.tokens_per_tile**0.5)  # of a tile, in features
+        rows, columns = pinpoint[0] // self.tiles.height * side, pinpoint[1] // self.tiles.width * side
+        height, width = size
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        return self.tiles.tokens_per_tile + rows * (columns + 1)
+
+    def arguments(self, images: Images) -> dict[str, Any]:
+        """See Tower."""
+        return {"pixel_values": images.pixel_values, "image_sizes": images.sizes.tolist()}
+
+    def black(self) -> Images:
+        """See Tower."""
+        pinpoint = min(self.pinpoints, key=self.num_patches)
+        tiles = self.tiles.black().pixel_values.expand(self.num_patches(pinpoint), -1, -1, -1)
+        return _image(tiles, num_tokens=self.num_tokens(pinpoint, pinpoint), size=list(pinpoint))
 
 
 def tower_of(config: Any) -> Tower | None:
@@ -179,6 +217,8 @@ def tower_of(config: Any) -> Tower | None:
             return TileTower.of_internvl(config)
         case "llava", "clip_vision_model" | "siglip_vision_model":
             return TileTower.of_llava(config)
+        case "llava_next", "clip_vision_model" | "siglip_vision_model":
+            return AnyresTower.of(config)
     return None
 
 

@@ -24,6 +24,8 @@ from transformers import (
     Glm46VProcessor,
     GotOcr2ImageProcessorPil,
     InternVLProcessor,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
     LlavaProcessor,
     PixtralImageProcessorPil,
     Qwen2_5_VLProcessor,
@@ -280,10 +282,21 @@ def llava(tokenizer):
     return LlavaProcessor(images, tokenizer, **options)
 
 
+def llava_next(tokenizer):
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 8},
+        crop_size={"height": 8, "width": 8},
+        image_grid_pinpoints=tiny_vision_model("llava_next").config.image_grid_pinpoints,
+    )
+    options = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    return LlavaNextProcessor(images, tokenizer, **options)
+
+
 MARKED = {
     "mistral3": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", pixtral),
     "internvl": (["<IMG_CONTEXT>", "<img>", "</img>", "<video>"], "<IMG_CONTEXT>\n", internvl),
     "llava": (["<image>"], "<image>\n", llava),
+    "llava_next": (["<image>"], "<image>\n", llava_next),
 }
 """Special tokens of families whose processor writes marks around or into an image, what their chat template writes for
 one, and the processor."""

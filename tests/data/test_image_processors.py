@@ -1,6 +1,8 @@
 """What is made of pictures, against the models' own image processors."""
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from transformers import (
     Glm46VImageProcessorPil,
     GotOcr2ImageProcessorPil,
     LlavaImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
     SiglipImageProcessorPil,
@@ -18,13 +22,15 @@ from transformers import (
 
 from shardwise.config import ModelError
 from shardwise.data.image_processors import (
+    AnyresProcessor,
+    Extent,
     GridProcessor,
     PixtralProcessor,
     TileProcessor,
     image_processor_for,
     read_keys,
 )
-from shardwise.families import GridTower, PixtralTower, TileTower
+from shardwise.families import AnyresTower, GridTower, PixtralTower, TileTower
 
 SMALL_AND_LARGE = [(16, 8), (24, 24), (20, 36), (5, 3), (3, 40), (1, 1), (64, 48), (100, 30)]
 
@@ -37,13 +43,15 @@ TINY = {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 4096}}
 def test_grids_and_patches_are_those_of_the_families_own_processors(kind, options, sizes):
     """GLM's limits hold for the pixels of two frames, and it scales small images up to a patch first."""
     processor = kind(**options)
-    found = image_processor_for(GridTower(merge_size=2, num_values=96), processor)
+    tower = GridTower(merge_size=2, num_values=96)
+    found = image_processor_for(tower, processor)
     assert isinstance(found, GridProcessor)
     for size in sizes:
         picture = Image.effect_noise(size, 90).convert("RGB")
         expected = processor([picture], return_tensors="pt")
         grid = expected["image_grid_thw"][0].tolist()
-        assert found.measure(*size) == (processor.get_number_of_image_patches(*size[::-1]), grid)
+        num_patches = processor.get_number_of_image_patches(*size[::-1])
+        assert found.measure(*size) == Extent(num_patches, num_patches // 4, grid)
         pixels, measured = found.cut(picture)
         assert torch.equal(pixels, expected["pixel_values"])
         assert measured == grid
@@ -63,7 +71,7 @@ def test_pixtrals_pictures_are_those_of_its_own_processor_in_patches(size):
         expected = processor([picture], patch_size=8, return_tensors="pt")
         patches, size = found.cut(picture)
         assert size == list(expected["image_sizes"][0])
-        assert found.measure(width, height) == (len(patches), size)
+        assert found.measure(width, height) == Extent(len(patches), len(patches) // 4, size)
         seen = expected["pixel_values"][0]
         rows = [
             seen[:, top : top + 4, left : left + 4] for top in range(0, size[0], 4) for left in range(0, size[1], 4)
@@ -76,7 +84,7 @@ def test_a_picture_of_a_single_token_is_refused_for_pixtral():
     found = image_processor_for(PIXTRAL, PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}))
     with pytest.raises(ValueError, match="it would be a single token, which the model cannot take by itself"):
         found.measure(8, 5)
-    assert found.measure(9, 5) == (8, [8, 16])
+    assert found.measure(9, 5) == Extent(8, 2, [8, 16])
 
 
 TILES = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4, is_cut=True)
@@ -95,7 +103,7 @@ def test_internvls_tiles_are_those_of_its_own_processor(options):
         tiles, size = found.cut(picture)
         assert torch.equal(tiles, expected)
         assert size == [height, width]
-        assert found.measure(width, height) == (len(tiles), size)
+        assert found.measure(width, height) == Extent(len(tiles), 4 * len(tiles), size)
 
 
 def test_tiles_of_another_size_than_the_towers_are_refused_with_both():
@@ -122,10 +130,37 @@ def test_llavas_one_tile_is_that_of_its_own_processor(processor):
         tiles, size = found.cut(picture)
         assert torch.equal(tiles, processor([picture], return_tensors="pt")["pixel_values"])
         assert tiles.shape == (1, 3, 16, 16)
-        assert found.measure(width, height) == (1, size) == (1, [height, width])
+        assert found.measure(width, height) == Extent(1, 4, size)
+        assert size == [height, width]
 
 
-@pytest.mark.parametrize("tower", [GridTower(merge_size=2, num_values=96), PIXTRAL, TILES])
+PINPOINTS = [[16, 32], [32, 16], [32, 32], [48, 16]]
+ANYRES = AnyresTower(tiles=ONE_TILE, pinpoints=[tuple(size) for size in PINPOINTS])
+
+
+def test_llava_nexts_tiles_are_those_of_its_own_processor():
+    square = {"height": 16, "width": 16}
+    processor = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=square, image_grid_pinpoints=PINPOINTS)
+    found = image_processor_for(ANYRES, processor)
+    assert isinstance(found, AnyresProcessor)
+    counting = SimpleNamespace(image_processor=processor, patch_size=8, num_additional_image_tokens=0)
+    counting._get_unpadded_features = partial(LlavaNextProcessor._get_unpadded_features, counting)
+    for width, height in [(16, 8), (24, 24), (20, 36), (3, 40), (64, 48), (100, 30), (31, 33), (9, 200)]:
+        picture = Image.effect_noise((width, height), 90).convert("RGB")
+        tiles, size = found.cut(picture)
+        assert torch.equal(tiles, processor([picture], return_tensors="pt")["pixel_values"][0])
+        num_tokens = LlavaNextProcessor._get_number_of_features(counting, height, width, 16, 16)
+        assert found.measure(width, height) == Extent(len(tiles), num_tokens, size)
+        assert size == [height, width]
+    with pytest.raises(
+        ModelError, match=r"image_grid_pinpoints=\[\(16, 32\)\] of the image processor are not \[\(16, 32"
+    ):
+        image_processor_for(
+            ANYRES, LlavaNextImageProcessorPil(size=square, crop_size=square, image_grid_pinpoints=PINPOINTS[:1])
+        )
+
+
+@pytest.mark.parametrize("tower", [GridTower(merge_size=2, num_values=96), PIXTRAL, TILES, ANYRES])
 def test_a_processor_of_another_kind_prepares_nothing(tower):
     assert image_processor_for(tower, CLIPImageProcessorPil()) is None
     assert image_processor_for(ONE_TILE, GotOcr2ImageProcessorPil(size={"height": 16, "width": 16})) is None

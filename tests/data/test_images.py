@@ -18,7 +18,8 @@ from shardwise.families import GridTower
 @pytest.fixture
 def reader():
     processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
-    return ImageReader(GridProcessor(processor), GridTower(merge_size=2, num_values=96))
+    tower = GridTower(merge_size=2, num_values=96)
+    return ImageReader(GridProcessor(processor, tower), tower)
 
 
 @pytest.fixture

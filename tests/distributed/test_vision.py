@@ -33,6 +33,7 @@ BLOCKS = {
     "mistral3": ("model.vision_tower.transformer.layers", torch.bfloat16),
     "internvl": ("model.vision_tower.encoder.layer", None),
     "llava": ("model.vision_tower.encoder.layers", None),
+    "llava_next": ("model.vision_tower.encoder.layers", None),
 }
 """Path of a tower's blocks and the dtype of the angles by which they rotate, if not as with Qwen and GLM."""
 
@@ -160,12 +161,14 @@ def shares(folder: str, samples, max_tokens: int):
 def test_ranks_that_share_a_pack_divide_its_images(run_ranks, family, folder):
     """Of images of 48, 24 and 4 patches one rank looks at the first, the other at two; of a single one nothing is left
     for one of them, and of none for both: they look at a black image of 4. Mistral 3's smallest are of 8, and InternVL
-    has a tile for 16, at least one; LLaVA has one."""
+    has a tile for 16, at least one; LLaVA has one, and LLaVA-NeXT of these three 5, 5 and 3."""
     model = tiny_vision_model(family)
     black = int(tower_of(model.config).black().num_patches)
-    rest, largest = {"mistral3": (32, 48), "internvl": (2, 3), "llava": (1, 2)}.get(family, (28, 48))
+    rest, largest = {"mistral3": (32, 48), "internvl": (2, 3), "llava": (1, 2), "llava_next": (5, 8)}.get(
+        family, (28, 48)
+    )
     assert sorted(run_ranks(shares, 2, folder, vision_samples(model), 256)) == [[rest], [largest]]
-    alone = 1 if family == "llava" else largest
+    alone = {"llava": 1, "llava_next": 5}.get(family, largest)
     assert run_ranks(shares, 2, folder, vision_samples(model, [[(1, 6, 8)]]), 256) == [[black], [alone]]
     assert run_ranks(shares, 2, folder, vision_samples(model, [[], []]), 256) == [[black], [black]]
 
@@ -211,7 +214,7 @@ def test_divided_images_go_with_other_options(run_ranks, tmp_path, keys):
 def test_trap_10_a_frozen_tower_stays_as_it_is_and_the_rest_learns_alike(run_ranks, folder, family, tower):
     samples = vision_samples(tiny_vision_model(family))
     (alone,) = run_ranks(step, 1, folder, samples, 256, {})
-    ranks = run_ranks(step, 2, folder, samples, 30, {"freeze_module_prefix": [tower]})
+    ranks = run_ranks(step, 2, folder, samples, longest(samples), {"freeze_module_prefix": [tower]})
     before = tiny_vision_model(family).state_dict()
     for _, gradients, weights, _ in ranks:
         assert gradients.keys() == {name for name in alone[1] if not name.startswith(tower)}

@@ -159,6 +159,6 @@ def test_synced_weights_include_the_tower(model, folder, samples):
 
 def test_prompts_and_images_that_do_not_fit_are_refused_by_name(folder, samples):
     engine = open_engine(folder)
-    for sample in (replace(samples[0], images=samples[2].images), replace(samples[0], images=None)):
-        with pytest.raises(ModelError, match=r"row 0: the prompt has [78] image tokens .* images take"):
+    for sample in (replace(samples[0], images=samples[4].images), replace(samples[0], images=None)):
+        with pytest.raises(ModelError, match=r"row 0: the prompt has \d+ image tokens .* images take"):
             engine.generate([asking(sample)])
