@@ -160,7 +160,7 @@ PLACED_FAMILIES = (
 """Those that see images and find the positions of their tokens themselves."""
 GRID_FAMILIES = (*PLACED_FAMILIES, "exaone4_5")
 """Those whose tower is given the grid of an image."""
-VISION_FAMILIES = (*GRID_FAMILIES, "mistral3", "internvl", "llava", "llava_next")
+VISION_FAMILIES = (*GRID_FAMILIES, "mistral3", "internvl", "llava", "pixtral", "llava_next")
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
 ROW_END = 9
 """Token ids of the tiny models that see images."""
@@ -190,7 +190,8 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     fewer heads of keys and values; positions are counted; a window in the first decoder layer; untied. mistral3:
     Pixtral, whose patches a projector merges; a window in both decoder layers; untied. internvl: tiles of 16 x 16
     pixels and 4 tokens, with Qwen 2 behind; untied. llava: CLIP, of whose three layers two are read, in pictures of
-    8 x 8 pixels and 4 tokens, with Llama behind; untied. llava_next: the same tower, on tiles of 8 x 8 pixels; untied.
+    8 x 8 pixels and 4 tokens, with Llama behind; untied. pixtral: LLaVA with Pixtral for a tower, a token for each
+    patch; untied. llava_next: the tower of llava, on tiles of 8 x 8 pixels; untied.
     """
     from transformers import (
         AutoModelForImageTextToText,
@@ -298,6 +299,13 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         "llava": lambda: LlavaConfig(
             text_config=counted | {"model_type": "llama"} | overrides,
             vision_config=picture | {"model_type": "clip_vision_model", "num_hidden_layers": 3, "image_size": 8},
+            image_token_id=IMAGE,
+        ),
+        "pixtral": lambda: LlavaConfig(
+            text_config=counted | {"model_type": "mistral", "head_dim": 8, "sliding_window": None} | overrides,
+            vision_config=picture | {"model_type": "pixtral", "head_dim": 16, "image_size": 64},
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
             image_token_id=IMAGE,
         ),
         "llava_next": lambda: LlavaNextConfig(

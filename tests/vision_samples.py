@@ -58,6 +58,12 @@ def grid_seen(model, grid: tuple[int, int, int]) -> tuple[int, int, int]:
     return (1, 4, 2) if model.config.model_type == "mistral3" and grid == (1, 2, 2) else grid
 
 
+def pixtral_merges(model) -> int:
+    """Patches in a row, and rows, of a token, for a model with Pixtral's tower; 0 for others."""
+    is_pixtral = model.config.vision_config.model_type == "pixtral"
+    return getattr(model.config, "spatial_merge_size", 1) if is_pixtral else 0
+
+
 def num_tiles(model, grid: tuple[int, int, int]) -> int:
     """LLaVA's is one; InternVL's are of 4 x 4 patches."""
     return max(1, grid[1] * grid[2] // 16) if model.config.model_type == "internvl" else 1
@@ -66,28 +72,30 @@ def num_tiles(model, grid: tuple[int, int, int]) -> int:
 def placeholder(model, grid: tuple[int, int, int]) -> list[int]:
     """The tokens between the marks of an image of such a grid of patches."""
     _, height, width = grid_seen(model, grid)
+    if merge_size := pixtral_merges(model):
+        return [*[IMAGE] * (width // merge_size), ROW_END] * (height // merge_size)
     if model.config.model_type == "llava_next":
         return [IMAGE] * int(drawn_images(model, [grid], torch.Generator()).num_tokens)
     if model.config.model_type in TILE:
         return [IMAGE] * 4 * num_tiles(model, grid)
-    if model.config.model_type == "mistral3":
-        return [*[IMAGE] * (width // 2), ROW_END] * (height // 2)
     return [IMAGE] * (height * width // 4)
 
 
 def drawn_images(model, grids: Sequence[tuple[int, int, int]], generator: torch.Generator) -> Images:
     """Of random pixels."""
     sizes = torch.tensor([grid_seen(model, grid) for grid in grids])
-    num_patches, num_values = sizes.prod(1), NUM_VALUES
+    num_patches = sizes.prod(1)
+    if merge_size := pixtral_merges(model):
+        pixels = torch.randn(int(num_patches.sum()), 3 * 4 * 4, generator=generator)
+        num_tokens = num_patches // merge_size**2
+        return Images(pixel_values=pixels, num_patches=num_patches, num_tokens=num_tokens, sizes=4 * sizes[:, 1:])
     if model.config.model_type == "llava_next":
         return images_in_tiles(model, 4 * sizes[:, 1:], generator)
     if side := TILE.get(model.config.model_type):
         tiles = torch.tensor([num_tiles(model, grid) for grid in grids])
         pixels = torch.randn(int(tiles.sum()), 3, side, side, generator=generator)
         return Images(pixel_values=pixels, num_patches=tiles, num_tokens=4 * tiles, sizes=4 * sizes[:, 1:])
-    if model.config.model_type == "mistral3":
-        sizes, num_values = 4 * sizes[:, 1:], 3 * 4 * 4
-    pixels = torch.randn(int(num_patches.sum()), num_values, generator=generator)
+    pixels = torch.randn(int(num_patches.sum()), NUM_VALUES, generator=generator)
     return Images(pixel_values=pixels, num_patches=num_patches, num_tokens=num_patches // 4, sizes=sizes)
 
 
@@ -118,14 +126,14 @@ def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
     model.base_model.rope_deltas = None
     if sample.images is None:
         return {}
+    if pixtral_merges(model):
+        return {"pixel_values": padded(sample.images), "image_sizes": sample.images.sizes}
     if model.config.model_type == "llava_next":
         parts = sample.images.pixel_values.split(sample.images.num_patches.tolist())
         pixels = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         return {"pixel_values": pixels, "image_sizes": sample.images.sizes}
     if model.config.model_type in TILE:
         return {"pixel_values": sample.images.pixel_values}
-    if model.config.model_type == "mistral3":
-        return {"pixel_values": padded(sample.images), "image_sizes": sample.images.sizes}
     seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.sizes}
     return seen | ({"mm_token_type_ids": (sample.token_ids == IMAGE).int()[None]} if finds_positions(model) else {})
 

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pyarrow
@@ -265,9 +266,9 @@ def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, 
             learn_row(tmp_path, tokenizer, model.config, talk(f"a {spelt} b"), [])
 
 
-def pixtral(tokenizer):
+def pixtral(tokenizer, merge_size=2):
     images = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 32})
-    return pixtral_processor(images, tokenizer, patch_size=4, spatial_merge_size=2)
+    return pixtral_processor(images, tokenizer, patch_size=4, spatial_merge_size=merge_size)
 
 
 def internvl(tokenizer):
@@ -294,6 +295,7 @@ def llava_next(tokenizer):
 
 MARKED = {
     "mistral3": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", pixtral),
+    "pixtral": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", partial(pixtral, merge_size=1)),
     "internvl": (["<IMG_CONTEXT>", "<img>", "</img>", "<video>"], "<IMG_CONTEXT>\n", internvl),
     "llava": (["<image>"], "<image>\n", llava),
     "llava_next": (["<image>"], "<image>\n", llava_next),

@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 TOWER = "model.visual"
 BLOCKS = {
     "mistral3": ("model.vision_tower.transformer.layers", torch.bfloat16),
+    "pixtral": ("model.vision_tower.transformer.layers", torch.bfloat16),
     "internvl": ("model.vision_tower.encoder.layer", None),
     "llava": ("model.vision_tower.encoder.layers", None),
     "llava_next": ("model.vision_tower.encoder.layers", None),
@@ -66,9 +67,9 @@ def folder(family, tmp_path_factory):
 def test_every_family_that_is_shown_images_is_proven_here():
     """Others have methods of the same names: what is added to the table of families is proven here, or refused."""
     seeing = {name: options for name, options in FAMILIES.items() if "vision_config" in options}
-    assert {name for name, options in seeing.items() if takes_images(random_model(name, options))} == set(
-        VISION_FAMILIES
-    )
+    assert {name for name, options in seeing.items() if takes_images(random_model(name, options))} == {
+        tiny_vision_model(name).config.model_type for name in VISION_FAMILIES
+    }
 
 
 def build(folder: str, **keys) -> TrainEngine:
@@ -236,7 +237,7 @@ def test_options_of_memory_change_no_number(run_ranks, family, folder, tower, ke
     samples = vision_samples(tiny_vision_model(family))
     (alone,) = run_ranks(step, 1, folder, samples, 256, {})
     for logprobs, gradients, _, has_images in run_ranks(step, 2, folder, samples, longest(samples), keys):
-        assert len(has_images) == 2
+        assert len(has_images) == (1 if family == "pixtral" else 2)  # whose words fit beside its shorter image
         torch.testing.assert_close(logprobs, alone[0], atol=1e-5, rtol=0)
         torch.testing.assert_close(gradients, {name: alone[1][name] for name in gradients}, atol=1e-5, rtol=1e-4)
 
@@ -245,7 +246,7 @@ def headed_step(folder: str, out: str, samples, head: str):
     """Values by sample after a step, which is exported."""
     optimizer = OptimizerConfig(learning_rate=1e-2)
     engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU, optimizer=optimizer, head=head)
-    packed = pack(samples, num_shards=dist.get_world_size(), max_tokens=64)
+    packed = pack(samples, num_shards=dist.get_world_size(), max_tokens=128)
     batches = packed.shards[dist.get_rank()]
     engine.forward_backward(batches, negative_value, packed.denominators)
     engine.optim_step()
