@@ -69,6 +69,16 @@ def end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def mapped_files(group: int) -> set[Path]:
+    """Returns the files that the processes of a group have mapped into memory, those that still have a name."""
+    found = set()
+    for process in _living(group):
+        with suppress(OSError):  # the process ended meanwhile
+            lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+            found |= {Path("/" + line.partition("/")[2]) for line in lines if "/" in line}
+    return {path for path in found if path.is_file()}
+
+
 def _living(group: int) -> dict[int, bool]:
     """Returns process id -> whether it is a resource tracker, for the living processes of a group. Ended ones that
     nobody has waited for are left out."""

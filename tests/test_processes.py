@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.processes import LastLines, end_group, how_it_ended
+from shardwise.processes import LastLines, end_group, how_it_ended, mapped_files
 
 ROOT = Path(__file__).parents[1]
 CHILD = """
@@ -135,3 +135,21 @@ def test_the_last_lines_are_those_that_a_terminal_shows():
     for number in range(4):
         lines.add(b"%d: \xff%s\n" % (number, b"x" * 300))
     assert str(lines) == "; it last printed: " + " | ".join(["100 %", *(f"{n}: \ufffd{'x' * 196}" for n in range(4))])
+
+
+def test_mapped_files_are_those_of_the_whole_group_that_still_have_a_name(tmp_path):
+    """The child has one mapped whose name is gone, and its child one more than it."""
+    for name in "abg":
+        (tmp_path / name).write_text("x")
+    mapped = "import numpy; m = [numpy.memmap(name) for name in {names!r}]"
+    first, second = (mapped.format(names=[str(tmp_path / name) for name in names]) for names in ("ag", "b"))
+    process = child(f"{first}; os.unlink({str(tmp_path / 'g')!r})\nif os.fork() == 0: {second}; time.sleep(1000)")
+    deadline = time.monotonic() + SECONDS
+    while not any(file.name == "b" for file in mapped_files(process.pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    found = mapped_files(process.pid)
+    end_group(process.pid)
+    process.wait()
+    assert {file for file in found if file.is_relative_to(tmp_path)} == {tmp_path / "a", tmp_path / "b"}
+    assert mapped_files(process.pid) == set()

@@ -7,20 +7,20 @@ import os
 import secrets
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from shardwise.config import ConfigError, SglangRollout, TrainingError
-from shardwise.processes import variables_of_its_own
+from shardwise.processes import end_group, mapped_files, variables_of_its_own
 from shardwise.rollout.own_arguments import OwnArgument, require_left_alone
 from shardwise.scratch import scratch_folder
 
@@ -38,6 +38,8 @@ _OTHER_NAMES = {
     **dict.fromkeys(("tensor_parallel_size", "dp_size", "data_parallel_size", "pp_size", "nnodes"), OwnArgument(1)),
 }
 """Other names of arguments that are set here, and arguments that would take more than the one device of a rank."""
+_NEVER_REMOVED = "/dev/shm/sglang_loads_*"
+"""Shared memory in which SGLang's processes tell each other their load; the rest of the name is random."""
 _HOST = "127.0.0.1"
 _GLANCE_SECONDS = 5.0
 """How often the server's health is checked while a call waits for it."""
@@ -88,6 +90,7 @@ class SglangServer:
             self._process = self._launch(arguments)
             undone.callback(self._end)
             self._await_start()
+            self._remove_names()
             arguments.unlink()
             self._undone = undone.pop_all()
 
@@ -112,13 +115,15 @@ class SglangServer:
         python = sys.executable if self._config.python is None else self._config.python
         variables = variables_of_its_own()
         variables.pop("RANK", None)
+        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor-of-sglang"))
+        temporary = {"TMPDIR": str(arguments.parent)}  # where SGLang leaves its sockets; caches stay outside
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 [python, "-c", _LAUNCH, str(os.getpid()), str(arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=variables | _ENVIRONMENT,
+                env=variables | _ENVIRONMENT | temporary,
                 start_new_session=True,  # its own process group, which can be ended as a whole
             )
 
@@ -133,6 +138,12 @@ class SglangServer:
                     f"{self._config.load_timeout_seconds:g}; raise it, if this is slow: {self._last_words()}"
                 )
             time.sleep(0.2)
+
+    def _remove_names(self) -> None:
+        """Removes the names of what the server has in shared memory: its processes, once started, need them no more."""
+        for file in mapped_files(self._process.pid):
+            if file.match(_NEVER_REMOVED):
+                file.unlink(missing_ok=True)
 
     def _call(self, method: str, path: str, body: Any, *, key: str, timeout_seconds: float | None) -> Any:
         """Makes an HTTP call. `timeout_seconds` None: waits for as long as the server is healthy."""
@@ -188,12 +199,10 @@ class SglangServer:
         return f"it printed last: {said}" if said else "it printed nothing"
 
     def _end(self) -> None:
-        """Asks the server to end, then kills what is left of its process group."""
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Kills the server's processes. Asked to end, it would kill Python's resource tracker with them, which removes
+        their semaphores."""
+        self._remove_names()
+        end_group(self._process.pid)
         self._process.wait()
 
 

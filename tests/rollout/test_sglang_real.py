@@ -16,6 +16,7 @@ from test_sglang import weights_of
 from test_sglang_server import is_running
 
 from shardwise.config import ConfigError, SglangRollout, TrainingError
+from shardwise.processes import mapped_files
 from shardwise.rollout import SglangEngine
 
 pytestmark = [needs_sglang, pytest.mark.slow]
@@ -140,6 +141,14 @@ def test_a_stopped_server_is_an_error_after_the_health_timeout_and_can_be_closed
     engine._server._process.send_signal(signal.SIGCONT)
     engine.close()
     await_end(children)
+
+
+def test_a_server_has_no_names_in_shared_memory_that_could_outlive_it(folder):
+    engine = open_engine(folder)
+    files = mapped_files(engine._server._process.pid)
+    assert len(files) > 50, "its libraries"
+    assert not [file for file in files if file.is_relative_to("/dev/shm")]  # semaphores: by Python's resource tracker
+    engine.close()
 
 
 def test_a_killed_scheduler_is_an_error(folder):

@@ -101,10 +101,22 @@ def test_a_stopped_server_is_an_error_after_the_health_timeout_and_can_be_closed
     process.send_signal(signal.SIGSTOP)
     with pytest.raises(TrainingError, match="no sign of life for health_timeout_seconds=1; it printed last"):
         engine.generate([request()])
-    threading.Timer(0.5, process.kill).start()  # else it is waited for longer before it is killed
     engine.close()
     assert process.returncode == -signal.SIGKILL
     assert not log.parent.exists()
+
+
+def test_a_killed_server_leaves_no_names_of_its_own_and_keeps_those_of_others(folder, sglang_journal):
+    other = Path("/dev/shm/sglang_loads_of_another_0123abcd.shm")
+    with other.open("wb"):
+        engine = open_engine(folder)
+        engine._server._process.kill()
+        engine.close()
+        *_, left = [event["left"] for event in sglang_journal() if "left" in event]
+        assert len(left) == 2
+        assert [name for name in left if Path(name).exists()] == []
+        assert other.exists()
+    other.unlink()
 
 
 RANK = """
