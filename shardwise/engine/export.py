@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -73,7 +74,7 @@ def export_folder(
         merged = merged_state(model) if weights is None else weights
         for block, wholes in gathered_blocks(merged, plan.blocks):
             if weights is not None:
-                require_finite(dict(zip(block.runtime_names, wholes, strict=True)))
+                require_finite(dict(zip(block.runtime_names, wholes, strict=True)), buffers=buffer_names(model))
             writers.write(block, wholes)
         with raised_on_every_rank(ExportError), named_failures(staging):
             writers.finish()
@@ -88,9 +89,10 @@ def export_folder(
         raise
 
 
-def require_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raises ExportError: a tensor holds NaN or an infinity in the dtype that it is to be written in."""
-    if names := nonfinite_names(tensors.items()):
+def require_finite(tensors: Mapping[str, Tensor], *, buffers: Collection[str] = ()) -> None:
+    """Raises ExportError: in the dtype that it is to be written in, a tensor holds NaN, or an infinity and is no
+    buffer."""
+    if names := nonfinite_names(tensors.items(), may_be_infinite=buffers):
         dtype = tensors[names[0]].dtype
         remedy = "use --dtype bfloat16 or float32" if dtype == torch.float16 else "take an earlier checkpoint"
         raise ExportError(
@@ -105,6 +107,7 @@ class StagedExport:
 
     _plan: "ExportPlan"
     _shards: HostShards
+    _buffers: Collection[str]
 
     @classmethod
     @torch.no_grad()
@@ -118,11 +121,11 @@ class StagedExport:
                 shards.add(name, merged[name], block.dtypes[name])
             if has_adapters(model):
                 buffers.copies.wait()  # merged tensors are temporary: one block of them at a time
-        return cls(plan, shards)
+        return cls(plan, shards, buffer_names(model))
 
     def nonfinite_names(self) -> list[str]:
-        """Names of the tensors whose part on this rank holds NaN or an infinity."""
-        return self._shards.nonfinite_names()
+        """Names of the tensors whose part on this rank holds NaN or, where it is no buffer, an infinity."""
+        return self._shards.nonfinite_names(may_be_infinite=self._buffers)
 
     @torch.no_grad()
     def write(self, folder: Path, tokenizer: Callable[[], Any], links: Connections) -> None:

@@ -71,7 +71,7 @@ def load_weights(
         if copies and not copied:
             return 0
         wanted = set((copied if copies else runtime) if only is None else only)
-        targets = _Targets(runtime | copied, quantized_weights(model), wanted)
+        targets = _Targets(runtime | copied, quantized_weights(model), wanted, buffer_names(model))
         blocks, copies_of = checked_blocks(model, runtime, source, fresh)
         found = {block.first_target for block in blocks}
         for name, whole in (fresh or {}).items():
@@ -104,6 +104,8 @@ class _Targets:
     runtime: dict[str, Tensor]
     quantized: Mapping[str, QuantizedLinear]
     filled: Collection[str]
+    buffers: Collection[str]
+    """Those that nothing trains: infinities there are the model's own."""
 
     def fill(self, name: str, part: Tensor) -> None:
         """Fills a tensor; `part` is what this rank holds of it."""
@@ -124,7 +126,7 @@ def _load_block(block: ImportBlock, source: ModelFolder, targets: _Targets) -> i
         return 0
     if block.is_renaming:
         (name,) = block.stored_names()
-        part = source.read(name, box)
+        part = source.read(name, box, may_be_infinite=block.first_target in targets.buffers)
         targets.fill(block.first_target, part)
         return part.nbytes
     if block.merges_rows:

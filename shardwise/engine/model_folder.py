@@ -120,14 +120,17 @@ class ModelFolder:
         for reader in self._readers.values():
             reader.close()
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
+    def read(self, name: str, box: Box | None = None, *, may_be_infinite: bool = False) -> Tensor:
         """Reads a tensor, or the part of it inside `box`, to the host; nothing else is read from disk.
 
+        Args:
+            may_be_infinite: see SafetensorsReader.read.
         Raises:
             ModelError: it cannot be read, or has to be finite and is not.
         """
         whole = [slice(0, size) for size in self.specs[name].shape]
-        return self._readers[self._file_of[name]].read(name, whole if box is None else box)
+        reader = self._readers[self._file_of[name]]
+        return reader.read(name, whole if box is None else box, may_be_infinite=may_be_infinite)
 
     def _open(self) -> None:
         index = _read_index(self.folder)

@@ -19,6 +19,7 @@ from shardwise.engine.heads import HeadName, fresh_head
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_classes import class_named, kind_of, model_from_config
 from shardwise.engine.model_folder import take_generation_config
+from shardwise.engine.runtime_state import buffer_names
 from shardwise.engine.shards import local_shard
 from shardwise.model_config import blaming_config, read_model_config
 
@@ -56,7 +57,8 @@ def rewrite_folder(
 
         load_adapter(model, adapter)
     with raised_on_every_rank(ExportError):
-        require_finite({name: local_shard(tensor) for name, tensor in model.state_dict().items()})
+        shards = {name: local_shard(tensor) for name, tensor in model.state_dict().items()}
+        require_finite(shards, buffers=buffer_names(model))
     export_folder(model, tokenizer, target, dtype, max_shard_size=max_shard_size)
 
 

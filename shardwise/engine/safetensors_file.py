@@ -135,15 +135,17 @@ class SafetensorsReader:
         """Name -> where the tensor's bytes begin in the file, and how many there are."""
         return {name: (self._data_start + start, spec.nbytes) for name, (spec, start) in self._entries.items()}
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: Box, *, may_be_infinite: bool = False) -> Tensor:
         """Reads the part of a tensor inside `box`, to the host, in the dtype of the file; nothing else is read.
 
+        Args:
+            may_be_infinite: whether an infinity is none of the errors of `require_finite`.
         Raises:
             ModelError: the file system could not deliver it, or it has to be finite and is not.
         """
         result = torch.empty([part.stop - part.start for part in box], dtype=self._entries[name][0].dtype)
         self.read_into(result, name, box)
-        if self._require_finite and not is_finite(result):
+        if self._require_finite and not is_finite(result, may_be_infinite=may_be_infinite):
             raise ModelError(
                 f"{self.path}: {name} holds NaN or infinities, so nothing could be computed with it; copy the file "
                 "again, or take an earlier checkpoint"

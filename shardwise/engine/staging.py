@@ -1,5 +1,6 @@
 """What a checkpoint is written from while training goes on: this rank's shards, copied to host memory."""
 
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -105,10 +106,12 @@ class HostShards:
         copy = self._buffers.copy(name, local_shard(tensor), dtype)
         self._rows[name] = _Rows(copy, tensor.shape, sharding, ranks)
 
-    def nonfinite_names(self) -> list[str]:
-        """Names of the tensors whose rows on this rank hold NaN or an infinity. Waits for the copies."""
+    def nonfinite_names(self, *, may_be_infinite: Collection[str] = ()) -> list[str]:
+        """Names of the tensors whose rows on this rank hold NaN or an infinity; of those that may be infinite, NaN.
+        Waits for the copies."""
         self._buffers.copies.finish()
-        return nonfinite_names((name, rows.mine) for name, rows in self._rows.items())
+        mine = ((name, rows.mine) for name, rows in self._rows.items())
+        return nonfinite_names(mine, may_be_infinite=may_be_infinite)
 
     def whole(self, name: str, writer: int, links: Connections) -> Tensor | None:
         """Returns the full tensor on rank `writer`, None elsewhere. To be called on every rank, in the same order. Each

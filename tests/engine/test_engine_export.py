@@ -5,6 +5,8 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from family_table import FAMILIES as FAMILY_TABLE
+from family_table import random_model
 from safetensors.torch import load_file
 from tiny_models import MOE_FAMILIES, empty_model, tiny_folder, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, Qwen3Config, Qwen3ForCausalLM
@@ -12,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeo
 from shardwise.config import ExportError
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine import export as module
-from shardwise.engine.export import export_folder
+from shardwise.engine.export import ExportPlan, StagedExport, export_folder
 from shardwise.engine.loading import load_weights
 from shardwise.engine.model_folder import INDEX_NAME, SINGLE_NAME
 from shardwise.engine.safetensors_file import SafetensorsWriter
+from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.weights import stream_weights
 
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -256,6 +259,25 @@ def test_weights_of_elsewhere_are_looked_through_in_the_files_dtype(run_ranks, t
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     assert run_ranks(given_weights_error, 1, source, str(tmp_path / "out"), 65_504.0) == ["written"]
+
+
+def names_not_finite_when_staged():
+    model = random_model("gemma4", FAMILY_TABLE["gemma4"])
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("put_max"):
+                buffer.fill_(torch.inf)
+        model.get_submodule("model.audio_tower.layers.0.feed_forward1.ffw_layer_1").input_min.fill_(torch.nan)
+        model.model.language_model.norm.weight[3] = torch.inf
+    plan = ExportPlan.of(model, torch.float32)
+    return StagedExport.of(plan, StagingBuffers(Copies())).nonfinite_names()
+
+
+def test_a_staged_buffer_may_be_infinite_and_no_nan(run_ranks):
+    bound = "model.audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min"
+    assert [sorted(names) for names in run_ranks(names_not_finite_when_staged, 1)] == [
+        [bound, "model.language_model.norm.weight"]
+    ]
 
 
 def trained_then_exported(folder, out):

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_table import FAMILIES as FAMILY_TABLE
+from family_table import random_model
 from ranks import RankError
+from safetensors.torch import load_file
 from tiny_models import tiny_folder, tiny_model
 from transformers import (
     AutoModelForCausalLM,
@@ -46,6 +49,25 @@ def test_a_converted_folder_is_what_transformers_saves_in_the_other_dtype(run_ra
     assert len(names) > 2
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_buffer_may_be_infinite_and_no_nan(run_ranks, tmp_path, value):
+    """Such as the bounds of Gemma 4's audio tower, until somebody has measured what they should be."""
+    model = random_model("gemma4", FAMILY_TABLE["gemma4"])
+    bounds = {name: buffer for name, buffer in model.named_buffers() if name.endswith(("_min", "_max"))}
+    for bound in bounds.values():
+        bound.fill_(value)
+    model.save_pretrained(tmp_path / "source")
+    names = {name for name in load_file(tmp_path / "source" / "model.safetensors") if name in bounds}
+    assert len(names) > 4
+    if value == float("inf"):
+        run_ranks(convert, 2, str(tmp_path / "source"), str(tmp_path / "out"), "float32", "1GB", None)
+        found = load_file(tmp_path / "out" / "model.safetensors")
+        assert all(found[name].isinf().all() for name in names)
+    else:
+        with pytest.raises(RankError, match=r"put_m(in|ax) holds NaN or infinities, so nothing could be computed"):
+            run_ranks(convert, 2, str(tmp_path / "source"), str(tmp_path / "out"), "float32", "1GB", None)
 
 
 def test_a_critic_of_a_family_without_such_a_class_is_converted_with_its_code(run_ranks, tmp_path):

@@ -118,8 +118,10 @@ def names_not_finite():
     shards.add("good", torch.ones(3), torch.float32)
     shards.add("bad", torch.tensor([1.0, float("nan")]), torch.bfloat16)
     shards.add("too large for its dtype", torch.tensor([1e6]), torch.float16)
-    return shards.nonfinite_names()
+    shards.add("bound", torch.tensor([float("inf")]), torch.float32)
+    return shards.nonfinite_names(may_be_infinite={"bound"}), shards.nonfinite_names()
 
 
 def test_what_is_not_finite_as_it_will_be_written_is_named(run_ranks):
-    assert run_ranks(names_not_finite, 1) == [["bad", "too large for its dtype"]]
+    bad = ["bad", "too large for its dtype"]
+    assert run_ranks(names_not_finite, 1) == [(bad, [*bad, "bound"])]
