@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.checksum import checksum
 from shardwise.config import ExportError
 from shardwise.memfd import SharedTensors
-from shardwise.transfer.base import Manifest, SyncReceipt, WeightSyncError, gathered_to_the_end
+from shardwise.transfer.base import Manifest, NotFiniteWeightsError, SyncReceipt, WeightSyncError, gathered_to_the_end
 from shardwise.transfer.buckets import (
     DEFAULT_BUCKET_BYTES,
     Assembly,
@@ -33,6 +33,8 @@ from shardwise.transfer.medium import SENDER, Medium, MediumError, name_of
 from shardwise.types import WeightReceiver, WeightSender
 
 _T = TypeVar("_T")
+_TOLD = {kind.__name__: kind for kind in (ExportError, NotFiniteWeightsError)}
+"""Errors of the sender that every end raises: they say what to do, and errors elsewhere are due to them."""
 _MAX_MESSAGE = 2000
 """Characters of an error that the other ends are told."""
 
@@ -56,9 +58,9 @@ def push_weights(
         The receipt that all receivers agree with; None on ranks without an end of the medium.
     Raises:
         MediumError: a receiver was silent for too long or is gone; the medium can carry nothing any more.
-        WeightSyncError: a weight is not finite, or a receiver does not hold what was sent. No receiver has committed
-            the version.
-        ExportError: at every end: the medium could not write the weights, and can once the user has fixed the cause.
+        WeightSyncError: a receiver does not hold what was sent. No receiver has committed the version.
+        NotFiniteWeightsError: at every end: a weight is not finite. ExportError: at every end: the medium could not
+            write the weights, and can once the user has fixed the cause.
     """
     weights = iter(sender.named_weights(dtype))
     with gathered_to_the_end(weights):
@@ -119,7 +121,7 @@ def pull_weights(
         MediumError: the sender was silent for too long or is gone; the medium can carry nothing any more.
         WeightSyncError: names what was lost, altered, has no place in the engine or is not served; or another receiver
             failed. The version is not committed.
-        ExportError: as `push_weights`.
+        NotFiniteWeightsError, ExportError: as `push_weights`.
     """
     started = time.perf_counter()
     if memory is not None:
@@ -216,7 +218,7 @@ def _concluded(
         The receipt, which all ends agree on; its `seconds_of_proof` are those of the end that spent most.
     Raises:
         WeightSyncError: some end failed, this one or another. This end's own error is raised as it is.
-        ExportError: the sender's, at every end.
+        ExportError, NotFiniteWeightsError: the sender's, at every end.
     """
     phase = f"weight sync{'' if version is None else f' {version}'}: comparing receipts"
     try:
@@ -224,8 +226,8 @@ def _concluded(
     except MediumError as error:
         _break_off(medium, error)
     except Exception as error:
-        if (mistake := _report(medium, phase, error, on_failure)) is not None:
-            raise mistake from None
+        if (cause := _report(medium, phase, error, on_failure)) is not None:
+            raise cause from None
         raise
     answers = _meet(medium, phase, json.dumps({"receipt": asdict(receipt)}))
     seconds_of_proof = receipt.seconds_of_proof
@@ -242,11 +244,9 @@ def _concluded(
     return replace(receipt, seconds_of_proof=seconds_of_proof)
 
 
-def _report(
-    medium: Medium, phase: str, error: Exception, on_failure: Callable[[Exception], None]
-) -> ExportError | None:
-    """Tells the other ends about an error; they wait for it whatever else goes wrong here. Returns the sender's
-    ExportError if there is one, because this end's error is due to it."""
+def _report(medium: Medium, phase: str, error: Exception, on_failure: Callable[[Exception], None]) -> Exception | None:
+    """Tells the other ends about an error; they wait for it whatever else goes wrong here. Returns the sender's error
+    if it is one of _TOLD."""
     try:
         try:
             on_failure(error)
@@ -254,11 +254,11 @@ def _report(
             raise
         except Exception as second:
             error.add_note(f"then, on going on for the other ends: {_described(second)}")
-        mistake = {"mistake": str(error)} if isinstance(error, ExportError) else {}
-        answers = medium.meet(phase, json.dumps({"failure": _described(error), **mistake}))
+        told = {"kind": type(error).__name__, "message": str(error)[:_MAX_MESSAGE]}
+        answers = medium.meet(phase, json.dumps({"failure": _described(error), **told}))
         match json.loads(answers[SENDER]):
-            case {"mistake": str(message)}:
-                return ExportError(message)
+            case {"kind": kind, "message": message} if kind in _TOLD:
+                return _TOLD[kind](message)
     except MediumError as second:
         medium.break_off(_described(second))
     return None

@@ -20,6 +20,7 @@ from shardwise.transfer import (
     pull_weights,
     push_weights,
 )
+from shardwise.transfer.base import NotFiniteWeightsError
 
 MEDIA: dict[str, Any] = {"process group": ProcessGroupMedium, "shared memory": SharedMemoryMedium, "disk": DiskMedium}
 NOTICES_DEATH = {"process group", "shared memory"}
@@ -124,14 +125,14 @@ def spoil_norm(weights) -> None:
     weights["norm"][3] = float("nan")
 
 
-def test_weights_that_are_not_finite_are_refused_before_they_leave(run):
+def test_weights_that_are_not_finite_are_refused_before_they_leave_in_the_same_words_at_every_end(run):
     (at_sender, _), *received = run(partial(push, tamper=spoil_norm), pull, pull)
     assert isinstance(at_sender, UserError), "the same command would do no better"
     assert str(at_sender).startswith(
         "weight sync 1: norm holds values that are not finite: training has diverged; lower"
     )
-    said = f"weight sync 1: the sender gave up: {at_sender}"
-    assert [(str(error), version) for error, version in received] == 2 * [(said, 0)]
+    said = (NotFiniteWeightsError, str(at_sender))
+    assert [((type(error), str(error)), version) for error, version in received] == 2 * [(said, 0)]
 
 
 def fail() -> None:
