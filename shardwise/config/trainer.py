@@ -57,7 +57,8 @@ class TrainerConfig(OptimizerConfig):
     """How long rank 0 may stay in one phase or command, or sample without finishing a prompt, before the run is taken
     for hung and ends, with the stacks of every rank. Give more than engine.collective_timeout_seconds, by which ranks
     that wait for each other notice. A wait for ranks that only sample has the deadline
-    rollout.placement.timeout_seconds, and counts here only after that. null: no limit."""
+    rollout.placement.timeout_seconds, one for a save in the background save_timeout_seconds: they count here only after
+    that. null: no limit."""
     save_state: bool = True
     """Write state/ beside the weights of a checkpoint: what a run is resumed from. 12 bytes for each trained parameter
     with AdamW and float32 masters."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwise.config import TrainingConfig
 from shardwise.controller.base import RankSilentError
+from shardwise.controller.watchdog import commanded
 from shardwise.observability import LogFile
 from shardwise.recipes.background_call import BackgroundCall
 from shardwise.recipes.checkpointing.checkpoints import step_folder
@@ -124,7 +125,9 @@ class Saver:
             return
         deadline = self._config.trainer.save_timeout_seconds
         with self._retries.tolerate():
-            if not pending.wait(deadline):
+            with commanded("wait for the save", [], deadline_seconds=deadline):
+                is_done = pending.wait(deadline)
+            if not is_done:
                 saved = self.newest
                 kept = "none was saved since this start" if saved is None else f"the last one is {saved.folder}"
                 raise RankSilentError(

@@ -7,6 +7,8 @@ import pytest
 
 from shardwise.config import ExportError, NotFiniteError, SFTConfig
 from shardwise.controller.base import RankSilentError
+from shardwise.controller.stall import StallLimit, watching_itself
+from shardwise.controller.watchdog import own_activity
 from shardwise.recipes.checkpointing.manifest import MANIFEST
 from shardwise.recipes.checkpointing.retention import Reported
 from shardwise.recipes.checkpointing.saver import Saver
@@ -130,6 +132,18 @@ def test_a_save_that_hangs_ends_the_run_at_its_deadline_whatever_becomes_of_fail
     with pytest.raises(RankSilentError, match=message):
         saver.finish()
     writers.may_write.set()
+
+
+def test_rank_0_that_waits_for_a_save_has_the_saves_own_deadline_and_does_not_stall(make_saver, writers):
+    saver, _ = make_saver(save_timeout_seconds=60)
+    writers.may_write.clear()
+    stalls = []
+    saver.save(3, {})
+    threading.Timer(1.0, writers.may_write.set).start()
+    with watching_itself(StallLimit(0.3, "stall"), stalls.append):
+        saver.finish()
+    assert stalls == []
+    assert own_activity().command == ""
 
 
 def test_trap_16_without_async_save_the_ranks_write_at_once(tmp_path, make_saver):
