@@ -47,7 +47,7 @@ from shardwise.recipes.opened_model import Context
 from shardwise.recipes.placement import num_training_ranks
 from shardwise.recipes.sampling.environment import check_environment
 from shardwise.rewards import check_rewards
-from shardwise.rollout import check_sglang
+from shardwise.rollout import check_sglang, require_routers
 
 T = TypeVar("T")
 
@@ -56,7 +56,8 @@ def check_inputs(config: RecipeConfig) -> None:
     """Checks, in this order:
 
     - the data files exist, and their first rows have the columns that the command reads
-    - chat templates and model folders can be used, and sequences fit into the models' contexts
+    - chat templates and model folders can be used, sequences fit into the models' contexts, and a model whose routing
+      is to be replayed has routers
     - evaluation: the output folder is not that of a training run
     - training: torchrun's restarts would not undo what the config asks for, the run in the output folder can be
       resumed, and an adapter was trained on this model and has the hashes of its checkpoint
@@ -76,6 +77,8 @@ def check_inputs(config: RecipeConfig) -> None:
         folder = _check_model(key, model)
         if folder is not None and not key.startswith("reward."):
             Context.of(folder).require(*longest)
+        if folder is not None and key == "model" and isinstance(config, RLConfig) and config.rollout.router_replay:
+            require_routers(folder)
     if isinstance(config, EvalConfig):
         _require_no_run(Path(config.eval.output_dir))
     else:

@@ -5,6 +5,7 @@ from shardwise.rollout.agent_runner import AgentRunner, Endpoint
 from shardwise.rollout.base import RolloutEngine
 from shardwise.rollout.embedded import EmbeddedEngine
 from shardwise.rollout.environment import Environment, EnvironmentCaller
+from shardwise.rollout.expert_record import require_routers
 from shardwise.rollout.http_server import HttpServer
 from shardwise.rollout.process import EngineProcess, environment_of
 from shardwise.rollout.serving import serve

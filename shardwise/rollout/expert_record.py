@@ -4,6 +4,7 @@ Shapes: n tokens of a forward pass, M routers, k experts that each token goes to
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
 from shardwise.families import Router, UnreadableRouter, routers_of
+from shardwise.rollout.skeleton import load_skeleton
 
 
 class ExpertRecord:
@@ -22,13 +24,8 @@ class ExpertRecord:
         Raises:
             ModelError: the model has no routers.
         """
-        routers = routers_of(model)
-        if not routers:
-            raise ModelError(
-                f"rollout.router_replay=true: {type(model).__name__} has no routers, so nothing to replay; remove it"
-            )
         self._chosen: list[Tensor] = []
-        for router in routers:
+        for router in _routers_to_replay(model):
             for module in router.modules:
                 module.register_forward_hook(self._hook(router))
 
@@ -49,3 +46,16 @@ class ExpertRecord:
             self._chosen.append(experts.to(torch.int16))
 
         return after_router
+
+
+def require_routers(folder: Path) -> None:
+    """Raises ModelError: the model that config.json of a folder names has no routers."""
+    _routers_to_replay(load_skeleton(folder, torch.float32))
+
+
+def _routers_to_replay(model: PreTrainedModel) -> list[Router]:
+    if routers := routers_of(model):
+        return routers
+    raise ModelError(
+        f"rollout.router_replay=true: {type(model).__name__} has no routers, so nothing to replay; remove it"
+    )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_models import tiny_folder
 
 from shardwise.config import (
     RECIPES,
@@ -304,6 +305,21 @@ def test_sequences_longer_than_the_context_of_a_model_that_is_here_are_refused(d
     told = f"{keys} = 97 tokens, more than the 96 of the model's context (max_position_embeddings in {model_folder}/"
     with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
         check(97)
+
+
+def test_a_dense_model_has_no_routing_to_replay(data, model_folder, tmp_path):
+    def check(path):
+        tree = {"model": {"path": str(path)}, "data": {**data, "max_prompt_tokens": 48}, "reward": REWARD}
+        check_inputs(
+            RLConfig.parse(tree | {"rollout": {"router_replay": True, "max_response_tokens": 48}}, origin="test")
+        )
+
+    with pytest.raises(
+        ModelError, match=r"^rollout.router_replay=true: Qwen3ForCausalLM has no routers, .* remove it$"
+    ):
+        check(model_folder)
+    check(tiny_folder("qwen3_moe", tmp_path / "mixture", max_position_embeddings=96))
+    check("a/model-on-the-hub")
 
 
 def test_the_context_of_a_reward_model_limits_no_sequence(data, model_folder):
