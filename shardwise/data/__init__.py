@@ -13,7 +13,7 @@ from shardwise.data.preference import (
     preference_pairs,
 )
 from shardwise.data.rows import Loaded, check_prompt_row, check_supervised_row, prompt_examples, supervised_samples
-from shardwise.data.sources import Row, check_files, first_rows, get_column, read_rows, without_nulls
+from shardwise.data.sources import Row, check_files, first_rows, get_column, has_column, read_rows, without_nulls
 from shardwise.data.synthetic import (
     PreferenceFiles,
     ProblemFiles,

@@ -7,7 +7,7 @@ Shape letters: those of the built-in functions, P pairs, and V' words of a vocab
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -280,10 +280,27 @@ def require_callable(config: Config) -> None:
         if (kind := kind_of_callable(own.function)) != "function":
             raise ConfigError(f"{key}={chosen.function} is a {kind}, expected {expected}")
         asked = own.asked(extras_of(config)) if isinstance(config, RLConfig) else []
-        try:
-            inspect.signature(own.function).bind(*arguments, **dict.fromkeys(asked), **chosen.parameters)
-        except (TypeError, ValueError) as error:  # ValueError: a C function without a signature
-            raise ConfigError(f"{key}={chosen.function} cannot be called with {shown}: {error}") from None
+        if (error := _misfit(own.function, arguments, dict.fromkeys(asked) | chosen.parameters)) is not None:
+            remedy = _other_kind(config, chosen, own.function)
+            raise ConfigError(f"{key}={chosen.function} cannot be called with {shown}: {error}{remedy}")
+
+
+def _misfit(function: Callable[..., Any], arguments: Sequence[str], keywords: Mapping[str, Any]) -> str | None:
+    """Returns why a function cannot be called so, None if it can."""
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except (TypeError, ValueError) as error:  # ValueError: a C function without a signature
+        return str(error)
+    return None
+
+
+def _other_kind(config: Config, chosen: Custom, function: Callable[..., Any]) -> str:
+    """Returns what to set if a preference loss is one of the other kind."""
+    if not isinstance(config, PreferenceConfig):
+        return ""
+    others = OF_LABELLED_ANSWERS if config.is_paired else ARGUMENTS[PreferenceConfig]["loss"]
+    fits = _misfit(function, others, chosen.parameters) is None
+    return f"; set loss.is_paired={str(not config.is_paired).lower()} for ({', '.join(others)})" if fits else ""
 
 
 def extras_of(config: RLConfig) -> set[str]:

@@ -11,6 +11,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from shardwise.config import (
     ConfigError,
+    DataError,
     EvalConfig,
     LayoutConfig,
     ModelConfig,
@@ -33,6 +34,7 @@ from shardwise.data import (
     check_prompt_row,
     check_supervised_row,
     first_rows,
+    has_column,
 )
 from shardwise.data.tokenizer import read_template
 from shardwise.engine import ParallelDims, resolve_folder
@@ -113,10 +115,29 @@ def _row_check(config: RecipeConfig) -> Callable[[Row], None]:
     match config:
         case RLConfig() | EvalConfig():
             return partial(check_prompt_row, config.data, is_judged=config.reward is not None)
-        case PreferenceConfig() | RewardModelConfig():
-            is_paired = isinstance(config, RewardModelConfig) or config.is_paired
-            return partial(check_pair_row if is_paired else check_labelled_row, config.data)
+        case PreferenceConfig():
+            return partial(_check_preference_row, config)
+        case RewardModelConfig():
+            return partial(check_pair_row, config.data)
     return partial(check_supervised_row, config.data)
+
+
+def _check_preference_row(config: PreferenceConfig, row: Row) -> None:
+    """Checks that a row has the columns of its loss. Raises DataError: it has not; says so if it has those of the other
+    kind of loss."""
+    pair, labelled = ("chosen_column", "rejected_column"), ("response_column", "label_column")
+    present = {key for key in (*pair, *labelled) if has_column(row, getattr(config.data, key))}
+    if config.is_paired and present == set(labelled):
+        raise DataError(
+            f"{row.origin}: the row has one labelled answer, and loss={config.loss.name} compares two; set loss=kto (a "
+            "custom loss: is_paired=false), or data.chosen_column and data.rejected_column to the right columns"
+        )
+    if not config.is_paired and present == set(pair):
+        raise DataError(
+            f"{row.origin}: the row has two answers, and loss={config.loss.name} takes one with a label; set loss=dpo "
+            "(a custom loss: is_paired=true), or data.response_column and data.label_column to the right columns"
+        )
+    (check_pair_row if config.is_paired else check_labelled_row)(config.data, row)
 
 
 def _parts(config: object, kind: type[T], key: str = "") -> Iterator[tuple[str, T]]:

@@ -89,6 +89,42 @@ def test_a_column_that_the_command_reads_and_the_first_row_lacks_is_named(data, 
     assert str(error.value).startswith(told)
 
 
+OWN = {"name": "custom", "function": "m:f"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "columns", "told"),
+    [
+        (
+            "dpo",
+            ("response", "label"),
+            "one labelled answer, and loss=dpo compares two; set loss=kto (a custom loss: is_p",
+        ),
+        (
+            OWN,
+            ("response", "label"),
+            "one labelled answer, and loss=custom compares two; set loss=kto (a custom loss: is_",
+        ),
+        (
+            "kto",
+            ("chosen", "rejected"),
+            "two answers, and loss=kto takes one with a label; set loss=dpo (a custom loss: is",
+        ),
+        (
+            {**OWN, "is_paired": False},
+            ("chosen", "rejected"),
+            "two answers, and loss=custom takes one with a label; set l",
+        ),
+    ],
+)
+def test_rows_for_the_other_kind_of_preference_loss_are_told_as_such(data, loss, columns, told):
+    row = {"prompt": "2+3=", **dict.fromkeys(columns, "5"), **({"label": True} if "label" in columns else {})}
+    Path(data["train_files"]).write_text(json.dumps(row) + "\n")
+    tree = {"model": MODEL, "data": {"train_files": data["train_files"]}, "loss": loss}
+    with pytest.raises(DataError, match=rf"^train\.jsonl line 1: the row has {re.escape(told)}"):
+        check_inputs(PreferenceConfig.parse(tree, origin="test"))
+
+
 def test_a_later_file_without_the_column_of_the_loss_is_named(data, tmp_path):
     labelled = tmp_path / "labelled.jsonl"
     labelled.write_text(json.dumps({**ROW, "label": True}) + "\n")

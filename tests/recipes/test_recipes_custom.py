@@ -16,6 +16,7 @@ from shardwise.config import (
     CriticConfig,
     Custom,
     DistillationConfig,
+    PreferenceConfig,
     PreferenceLoss,
     RecipeConfig,
     RewardModelLoss,
@@ -590,3 +591,33 @@ def test_what_computes_nothing_when_it_is_called_is_refused_before_the_start(tmp
         require_callable(config)
     expected = "a function of (token_rewards, loss_mask, group_ids)"
     assert str(error.value) == f"algorithm.advantage={chosen} is a {kind}, expected {expected}"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_paired", "told"),
+    [
+        ("pairs", True, None),
+        ("answers", False, None),
+        (
+            "answers",
+            True,
+            "missing a required argument: 'desirable'; set loss.is_paired=false for (sums, ref_sums, le",
+        ),
+        (
+            "pairs",
+            False,
+            "too many positional arguments; set loss.is_paired=true for (sums, ref_sums, lengths)",
+        ),
+    ],
+)
+def test_a_preference_loss_of_the_other_kind_is_told_how_it_would_be_called(tmp_path, name, is_paired, told):
+    (tmp_path / "own.py").write_text(
+        "def pairs(sums, ref_sums, lengths): ...\ndef answers(sums, ref_sums, lengths, desirable, kl): ...\n"
+    )
+    loss = {"name": "custom", "function": f"{tmp_path}/own.py:{name}", "is_paired": is_paired}
+    config = PreferenceConfig.parse({"model": {"path": "m"}, "data": {"train_files": "t"}, "loss": loss}, origin="t")
+    if told is None:
+        require_callable(config)
+        return
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        require_callable(config)
