@@ -26,7 +26,7 @@ from shardwise.config import (
 )
 from shardwise.config.reference import json_schema, markdown, page
 from shardwise.controller.exit_codes import USER_ERROR
-from shardwise.controller.launch import PROCESS_STARTED, is_launched, launch
+from shardwise.controller.launch import PROCESS_STARTED, die_with_launcher, is_launched, launch
 from shardwise.controller.output import lasting_output
 from shardwise.controller.restarts import Restarts
 from shardwise.controller.signals import interruptible_imports
@@ -38,6 +38,7 @@ from shardwise.recipes.rank.heavy_imports import heavy_imports
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. A user's mistake is one line on stderr, never a traceback."""
+    die_with_launcher()  # before imports that take seconds
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parse(arguments)
     try:

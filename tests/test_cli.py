@@ -12,6 +12,8 @@ from shardwise.__main__ import main as command
 from shardwise.cli import main
 from shardwise.config import RECIPES, RLConfig, SFTConfig, key_paths
 from shardwise.controller.failures import Failure
+from shardwise.controller.launch import LAUNCHER_VARIABLE
+from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 
 SFT = ["model.path=m", "data.train_files=t.jsonl"]
@@ -190,6 +192,26 @@ def test_a_job_in_the_background_goes_on_ignoring_ctrl_c_while_it_is_imported():
         (0, "on\n", ""),
         (130, "", "interrupted\n"),
     ]
+
+
+LAUNCHER = """
+import os, subprocess, sys
+rank = {"RANK": "0", JOB_FOLDER: sys.argv[1], LAUNCHER: str(os.getpid())}
+arguments = ["sft", "model.path=m", "data.train_files=t"]
+subprocess.run([sys.executable, "-m", "shardwise", *arguments], env=os.environ | rank)
+"""
+
+
+def test_a_rank_ends_with_its_launcher_also_while_it_imports_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(1000)\n")
+    code = LAUNCHER.replace("JOB_FOLDER", repr(JOB_FOLDER_VARIABLE)).replace("LAUNCHER", repr(LAUNCHER_VARIABLE))
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}
+    ) as launcher:
+        assert launcher.stdout.readline() == b"importing\n"
+        launcher.kill()
+        assert launcher.communicate(timeout=20) == (b"", None), "the rank has closed its output too"
 
 
 def test_ctrl_c_is_exit_code_130(monkeypatch, capfd):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.config import ConfigError, RecipeConfig, Split
 from shardwise.controller.attempts import restarts_done
 from shardwise.controller.failures import is_lost_peer, note_failure
-from shardwise.controller.launch import die_with_launcher, is_launched
+from shardwise.controller.launch import is_launched
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.neighbours import watching_neighbour
 from shardwise.controller.peers import watched_by_peers
@@ -63,7 +63,6 @@ def run_rank(
     Returns:
         The exit code of this process.
     """
-    die_with_launcher()
     quiet_libraries()
     rank = Rank.from_environment()
     be_watched(rank.rank)
