@@ -3,11 +3,12 @@
 import time
 from pathlib import Path
 
-from shardwise.config import ConfigError, EvalConfig, RLConfig, SFTConfig
+from shardwise.config import EvalConfig, RLConfig, SFTConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import ProblemFiles, arithmetic_problems, build_model_folder, train_tokenizer
 from shardwise.observability import print_table, write_json_atomic
 from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
+from shardwise.recipes.checkpointing.writer_lock import no_place
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
@@ -33,7 +34,7 @@ def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output-dir {output_dir} cannot be written to: {error}") from None
+        raise no_place(output_dir, "--output-dir", error) from None
     print("1/4  making addition problems, a tokenizer and a small random Qwen3", flush=True)
     files = arithmetic_problems(output_dir / "data", seed=seed, num_held_out=NUM_HELD_OUT, worked=True)
     tokenizer = train_tokenizer(files.sft_train.read_text(encoding="utf-8").splitlines(), vocab_size=320)

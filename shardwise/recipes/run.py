@@ -22,7 +22,7 @@ from shardwise.recipes.checkpointing.publishing import NONFINITE, remove_leftove
 from shardwise.recipes.checkpointing.resume import find_start
 from shardwise.recipes.checkpointing.retention import Reported
 from shardwise.recipes.checkpointing.saver import Saver
-from shardwise.recipes.checkpointing.writer_lock import writer_lock
+from shardwise.recipes.checkpointing.writer_lock import no_place, writer_lock
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.stopping import Stopped, Stopping
 from shardwise.recipes.stragglers import slow_rank, straggler_metrics, stragglers, without_busy
@@ -291,7 +291,7 @@ class Run:
             (self.output_dir / "config.yaml").write_text(self._config.to_yaml(), encoding="utf-8")
             self._require_shared_folder()
         except OSError as error:
-            raise ConfigError(f"trainer.output_dir={self.output_dir} cannot be written to: {error}") from None
+            raise no_place(self.output_dir, "trainer.output_dir", error) from None
 
     def _require_shared_folder(self) -> None:
         """Raises ConfigError: a rank does not see the output folder, and its part of checkpoints would be lost."""

@@ -45,7 +45,7 @@ def test_the_summary_holds_what_was_measured_and_the_final_policy_is_the_one_aft
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "run"
-    with pytest.raises(ConfigError, match=f"--output-dir {folder} cannot be written to: .*Not a directory"):
+    with pytest.raises(ConfigError, match=f"--output-dir={folder} cannot be written to: .*Not a directory"):
         recipe.quickstart(folder, None, seed=0)
 
 

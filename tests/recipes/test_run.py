@@ -549,7 +549,7 @@ def test_ranks_that_do_not_see_the_output_folder_are_named_with_their_hosts(tmp_
 
 def test_an_output_folder_that_is_a_file_is_named(tmp_path, run_of):
     (tmp_path / "taken").write_text("x")
-    with pytest.raises(ConfigError, match=r"trainer.output_dir=.*taken cannot be written to"):
+    with pytest.raises(ConfigError, match=r"trainer.output_dir=.*taken cannot be written to: .*; give a folder"):
         run_of(tmp_path / "taken").__enter__()
 
 

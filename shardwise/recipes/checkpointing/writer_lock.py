@@ -50,7 +50,7 @@ class WriterLock:
                 "mounted any more"
             ) from None
         except OSError as error:
-            raise _no_place(self._path.parent, self._key, error) from None
+            raise no_place(self._path.parent, self._key, error) from None
         warn(f"{self._path} was removed while this run writes there; it is there again and keeps others out")
         self._file.close()
         self._file = file
@@ -75,7 +75,7 @@ def writer_lock(run: Path, *, key: str = _TRAINING) -> Iterator[WriterLock]:
         run.mkdir(parents=True, exist_ok=True)
         lock = WriterLock(run, key)
     except OSError as error:
-        raise _no_place(run, key, error) from None
+        raise no_place(run, key, error) from None
     try:
         yield lock
     finally:
@@ -98,7 +98,7 @@ def require_no_writer(run: Path, *, key: str = _TRAINING) -> None:
         return
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
-            raise _no_place(run, key, error) from None
+            raise no_place(run, key, error) from None
 
 
 def _lock(path: Path, key: str) -> IO[str]:
@@ -138,11 +138,12 @@ def _take(file: IO[str], path: Path, key: str) -> None:
         )
 
 
-def _no_place(run: Path, key: str, error: OSError) -> ConfigError:
+def no_place(run: Path, key: str, error: OSError) -> ConfigError:
+    """Returns what a user is told of a folder that a run cannot write to."""
     if run.is_symlink() and not run.exists():
         goal = os.readlink(run)
         return ConfigError(f"{key}={run} is a link to {goal}, which is not there; make that folder")
-    return ConfigError(f"{key}={run} cannot be written to: {error}")
+    return ConfigError(f"{key}={run} cannot be written to: {error}; give a folder that you may write to")
 
 
 def _refusal(file: IO[str], run: Path, key: str) -> ConfigError:

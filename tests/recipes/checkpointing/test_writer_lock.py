@@ -163,7 +163,7 @@ def test_where_a_file_system_has_no_locks_the_run_goes_on_with_a_warning(tmp_pat
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"trainer.output_dir=.*/file/run cannot be written to"):
+    with pytest.raises(ConfigError, match=r"trainer.output_dir=.*/file/run cannot be written to: .*; give a folder"):
         take(tmp_path / "file" / "run")
 
 
