@@ -1,6 +1,7 @@
 """The tokens that stand for an image in a sequence: one for each feature that the tower makes of it, and marks."""
 
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,20 +25,28 @@ def placeholder_of(
     folder: Path, tower: Tower, tokenizer: "PreTrainedTokenizerBase", image_token_id: int
 ) -> Placeholder:
     """Returns what the processor of the model in `folder` puts in the place of the image token that its chat template
-    writes.
+    writes. Called, it raises ModelError if the tokenizer has no token for a mark: words are read without."""
 
-    Raises:
-        ModelError: the tokenizer has no token for a mark.
-    """
+    @cache
+    def row_marks() -> list[int]:
+        told = read_keys(folder / "processor_config.json")
+        return [_token_id(tokenizer, told.get(key, default), folder) for key, default in _ROW_MARKS.items()]
+
+    def in_rows(image_ref: ImageRef, token_size: int) -> list[int]:
+        row_end, image_end = row_marks()
+        height, width = (pixels // token_size for pixels in image_ref.size)
+        rows = [*[image_token_id] * width, row_end] * height
+        return [*rows[:-1], image_end]
+
+    def between_marks(image_ref: ImageRef) -> list[int]:
+        start, end = (_named_token_id(tokenizer, name, folder) for name in _TILE_MARKS)
+        return [start, *[image_token_id] * image_ref.num_tokens, end]
+
     match tower:
         case PixtralTower():
-            told = read_keys(folder / "processor_config.json")
-            marks = [told.get(key, default) for key, default in _ROW_MARKS.items()]
-            row_end, image_end = (_token_id(tokenizer, mark, folder) for mark in marks)
-            return lambda image_ref: _rows(image_ref, tower.token_size, image_token_id, row_end, image_end)
+            return partial(in_rows, token_size=tower.token_size)
         case TileTower(is_cut=True):
-            start, end = (_named_token_id(tokenizer, name, folder) for name in _TILE_MARKS)
-            return lambda image_ref: [start, *[image_token_id] * image_ref.num_tokens, end]
+            return between_marks
     return lambda image_ref: [image_token_id] * image_ref.num_tokens
 
 
@@ -51,17 +60,12 @@ def _named_token_id(tokenizer: "PreTrainedTokenizerBase", name: str, folder: Pat
     return _token_id(tokenizer, token, folder)
 
 
-def _rows(image_ref: ImageRef, token_size: int, image_token_id: int, row_end: int, image_end: int) -> list[int]:
-    height, width = (pixels // token_size for pixels in image_ref.size)
-    rows = [*[image_token_id] * width, row_end] * height
-    return [*rows[:-1], image_end]
-
-
 def _token_id(tokenizer: "PreTrainedTokenizerBase", token: str, folder: Path) -> int:
-    token_id = tokenizer.get_vocab().get(token)
-    if token_id is None:
+    token_id = tokenizer.convert_tokens_to_ids(token)
+    if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != token:  # but that of what it does not know
         raise ModelError(
             f"{folder}: the tokenizer has no token {token!r}, which the model's processor writes for an image; take "
             "the tokenizer that belongs to the model"
         )
+    assert isinstance(token_id, int)
     return token_id

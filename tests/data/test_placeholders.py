@@ -58,10 +58,10 @@ def test_tiles_stand_between_the_marks_that_the_tokenizer_names(tokenizer, tmp_p
 
 def test_a_tokenizer_that_names_no_mark_is_refused_with_where_to_name_it(tokenizer, tmp_path):
     with pytest.raises(ModelError, match=r'what its start_image_token is, .* "extra_special_tokens" in tokenizer_conf'):
-        placeholder_of(tmp_path, TILES, tokenizer, 7)
+        placeholder_of(tmp_path, TILES, tokenizer, 7)(reference(4, [16, 16]))
 
 
 def test_a_tokenizer_without_a_mark_is_refused(tmp_path):
     tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3)
     with pytest.raises(ModelError, match=r"the tokenizer has no token '\[IMG_BREAK\]', which the model's processor"):
-        placeholder_of(tmp_path, tower, train_tokenizer(["2+3=5"], vocab_size=261), 5)
+        placeholder_of(tmp_path, tower, train_tokenizer(["2+3=5"], vocab_size=261), 5)(reference(2, [8, 16]))
