@@ -133,7 +133,7 @@ def _make_sinks_real(model: torch.nn.Module) -> None:
         if not _SINKS.isdisjoint(module._parameters):
             info = get_layerwise_info(module)
             materialize_layer(module, info)
-            info.load_numel = 1  # loaded in part: is processed at the end
+            info.load_numel = info.load_numel_total / 2  # loaded in part, also one sink: is processed at the end
 
 
 def _experts_by_layer(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
