@@ -488,7 +488,7 @@ class WeightSender(Protocol):
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Collective. Yields (Hugging Face name, full tensor on this rank), in the same order on every rank. A tensor
-        keeps its values while the next one is taken: it is sent while that one is hashed."""
+        keeps its values as long as somebody holds it: it may be sent while others are gathered."""
 
 
 class WeightReceiver(Protocol):

@@ -31,7 +31,7 @@ from shardwise.engine.model import ShardedModel, build_sharded
 from shardwise.engine.needed_regions import NeededRegions
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
 from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
-from shardwise.engine.runtime_state import has_adapters
+from shardwise.engine.runtime_state import buffer_names, has_adapters
 from shardwise.engine.shards import first_numbers, local_shard
 from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs
@@ -403,6 +403,11 @@ class TrainEngine:
         model = self._model.hf_model
         ends = end_of_sequence_ids(model.generation_config, model.config.get_text_config())
         model.generation_config.eos_token_id = [*ends, token_id]
+
+    @property
+    def buffer_names(self) -> set[str]:
+        """Names of tensors that are no parameters: some of `named_weights`, and those that no checkpoint holds."""
+        return buffer_names(self._model.hf_model)
 
     def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, full tensor) on every rank, one tensor at a time, in the same order everywhere;

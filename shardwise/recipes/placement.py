@@ -31,8 +31,8 @@ class Ranks:
     """Whether weight syncs to other ranks carry only what has changed."""
     supervises: bool = False
     """Whether rollout engines run in processes of their own."""
-    ranks_per_engine: int = 1
-    """How many neighboring ranks share a rollout engine, each with a part of the weights."""
+    num_weight_parts: int = 1
+    """How many neighboring ranks are sent the weights of one rollout engine, each a part of them."""
     shares_memory: bool = False
     """Whether the rank that sends weights may write straight into the memory of the only rollout engine."""
 
@@ -41,7 +41,8 @@ class Ranks:
         """Divides the ranks of a job according to rollout.placement."""
         split, supervises = config.rollout.split, config.rollout.engine.process is not None
         if split is None:
-            return cls(group, group, supervises=supervises, ranks_per_engine=config.rollout.engine.ranks_per_engine)
+            num_parts = 1 if config.rollout.sync_adapter_only else config.rollout.engine.ranks_per_engine
+            return cls(group, group, supervises=supervises, num_weight_parts=num_parts)
         num_trainers = num_training_ranks(group.size, split)
         return cls(
             group.part(

@@ -130,12 +130,12 @@ def _check_preference_row(config: PreferenceConfig, row: Row) -> None:
     if config.is_paired and present == set(labelled):
         raise DataError(
             f"{row.origin}: the row has one labelled answer, and loss={config.loss.name} compares two; set loss=kto (a "
-            "custom loss: is_paired=false), or data.chosen_column and data.rejected_column to the right columns"
+            "custom loss: loss.is_paired=false), or data.chosen_column and data.rejected_column to the right columns"
         )
     if not config.is_paired and present == set(pair):
         raise DataError(
             f"{row.origin}: the row has two answers, and loss={config.loss.name} takes one with a label; set loss=dpo "
-            "(a custom loss: is_paired=true), or data.response_column and data.label_column to the right columns"
+            "(a custom loss: loss.is_paired=true), or data.response_column and data.label_column to the right columns"
         )
     (check_pair_row if config.is_paired else check_labelled_row)(config.data, row)
 

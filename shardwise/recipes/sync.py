@@ -68,7 +68,7 @@ class WeightSync:
             "sync/share_of_proof": max(receipt["seconds_of_proof"] for receipt in receipts) / seconds,
         }
         by_rank = dict(zip(self._ranks.rollouts.ranks, receipts, strict=True))
-        require_same_receipts(version, by_rank, num_parts=self._ranks.ranks_per_engine)
+        require_same_receipts(version, by_rank, num_parts=self._ranks.num_weight_parts)
         return {"sync/bytes": MetricValue.sum(receipts[0]["num_bytes_moved"])}
 
     def probe(self, version: int) -> Metrics:

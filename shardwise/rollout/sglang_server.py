@@ -115,7 +115,8 @@ class SglangServer:
         python = sys.executable if self._config.python is None else self._config.python
         variables = variables_of_its_own()
         variables.pop("RANK", None)
-        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor-of-sglang"))
+        cache = os.path.join(tempfile.gettempdir(), f"torchinductor-of-sglang-{os.getuid()}")
+        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
         temporary = {"TMPDIR": str(arguments.parent)}  # where SGLang leaves its sockets; caches stay outside
         with self._log.open("wb") as log:
             return subprocess.Popen(

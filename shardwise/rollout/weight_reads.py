@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.config import TrainingError
 from shardwise.region import Region, Span
 
 _VIEWS = {"__getitem__", "chunk", "narrow", "permute", "select", "split", "squeeze", "t", "transpose", "unbind"}
-"""Functions that return views of a tensor."""
-_UNCHANGED = {"clone", "contiguous", "detach"}
-"""Functions that return the values they are given."""
-_FORM = {"dim", "is_contiguous", "is_floating_point", "nelement", "ndimension", "numel", "size", "__len__"}
+"""Functions that may return views of a tensor."""
+_TURNED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT")}
+"""Properties that are views of a tensor."""
+_FORM = {"dim", "is_contiguous", "is_floating_point", "nelement", "ndimension", "numel", "size", "stride", "__len__"}
 """Functions of shape and dtype."""
 _PLACE = {
     getattr(torch.Tensor, name).__get__ for name in ("device", "is_cpu", "is_cuda", "is_meta", "is_xpu", "layout")
@@ -47,6 +47,11 @@ class WeightReads:
     def values(self) -> Tensor:
         """What is there of the weight."""
         return self._values
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether the values are one number for all elements, to which nothing can be written."""
+        return self._values.numel() > 1 and not any(self._values.stride())
 
     def take(self, view: Tensor) -> Tensor:
         """Reads what a view of the whole weight, on the meta device, shows.
@@ -91,16 +96,27 @@ class TracedWeight(torch.Tensor):
         first, name = args[0] if args else None, getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(first, cls):
-                if name in _UNCHANGED or func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+                if func == torch.Tensor.data.__get__ or name == "detach":  # type: ignore[attr-defined]
                     return first
-                if name in _VIEWS:
-                    return tree_map_only(Tensor, lambda view: cls.of(view, first._reads), func(*args, **kwargs))
-                if name in _FORM or (name == "__get__" and func not in _PLACE):
+                if name == "contiguous" and first.is_contiguous():
+                    return first
+                if name in _VIEWS or func in _TURNED:
+                    found = func(*args, **kwargs)
+                    if all(_is_view(one, first) for one in tree_leaves(found)):
+                        return tree_map_only(Tensor, lambda view: cls.of(view, first._reads), found)
+                elif name in _FORM or (name == "__get__" and func not in _PLACE):
                     return func(*args, **kwargs)
-                if func in _PLACE:
+                elif func in _PLACE:
                     return func(first._reads.values)
+                elif name.endswith("_") and not name.endswith("__") and first._reads.is_blank:
+                    first._reads.take(first)
+                    return first
             args, kwargs = tree_map_only(cls, lambda one: one._reads.take(one), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _is_view(found: Tensor, whole: Tensor) -> bool:
+    return found.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
 def _box(view: Tensor, shape: torch.Size) -> tuple[Region, list[int] | None]:

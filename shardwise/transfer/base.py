@@ -3,10 +3,11 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import xxhash
@@ -61,10 +62,20 @@ def gathered_to_the_end(weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]
 class Manifest:
     """Name, checksum and size of every tensor of one version, recorded while the tensors stream by."""
 
-    def __init__(self, version: int, served: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """`served`: what the engine serves before the sync, which tells the names, shapes and dtypes it can take; None
-        on the side that has no engine."""
-        self._version = version
+    def __init__(
+        self,
+        version: int,
+        served: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        may_be_infinite: Collection[str] = (),
+    ) -> None:
+        """
+        Args:
+            served: what the engine serves before the sync, which tells the names, shapes and dtypes it can take; None
+                on the side that has no engine.
+            may_be_infinite: names of tensors that may hold infinities, though no NaN.
+        """
+        self._version, self._may_be_infinite = version, may_be_infinite
         self._forms = None if served is None else {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in served}
         self.checksums: dict[str, int] = {}
         """Name -> checksum of every tensor noted so far."""
@@ -88,13 +99,14 @@ class Manifest:
 
         Returns:
             A function that waits for that, notes the tensor and returns its checksum; it raises NotFiniteWeightsError
-            if the tensor holds NaN or infinities.
+            if the tensor holds NaN, or infinities that it may not hold.
         Raises:
             WeightSyncError: the engine has no place for such a tensor.
         """
         self.require_place(name, tensor.dtype, tuple(tensor.shape))
         self._hashed.add(name)
-        hashing = pool.submit(on_current_stream(_checksum_if_finite, tensor.device), tensor)
+        check = partial(_checksum_if_finite, may_be_infinite=name in self._may_be_infinite)
+        hashing = pool.submit(on_current_stream(check, tensor.device), tensor)
 
         def noted() -> int:
             with self._proving():
@@ -177,14 +189,15 @@ class Manifest:
         return WeightSyncError(f"weight sync {self._version}: {message}")
 
 
-def _checksum_if_finite(tensor: Tensor) -> int | None:
-    """Like `checksum`, but None if the tensor holds NaN or infinities. Host memory is read once for both."""
+def _checksum_if_finite(tensor: Tensor, *, may_be_infinite: bool) -> int | None:
+    """Like `checksum`, but None if the tensor holds NaN, or infinities that it may not hold. Host memory is read once
+    for both."""
     if tensor.device.type != "cpu" or not tensor.is_floating_point():
-        return checksum(tensor) if is_finite(tensor) else None
+        return checksum(tensor) if is_finite(tensor, may_be_infinite=may_be_infinite) else None
     digest, is_sum_finite = xxhash.xxh3_64(), True
     elements = tensor.detach().contiguous().view(-1)
     data = elements.view(torch.uint8).numpy().data
     for index, piece in enumerate(elements.split(_PIECE_BYTES // tensor.itemsize)):
         is_sum_finite = is_sum_finite and math.isfinite(piece.sum().item())
         digest.update(data[index * _PIECE_BYTES : (index + 1) * _PIECE_BYTES])
-    return digest.intdigest() if is_sum_finite or is_finite(tensor) else None
+    return digest.intdigest() if is_sum_finite or is_finite(tensor, may_be_infinite=may_be_infinite) else None

@@ -20,7 +20,7 @@ from shardwise.transfer.medium import Medium, Place, nowhere
 MAX_HEADER_BYTES = 1 << 15
 """The most that a medium carries beside a bucket's data."""
 
-DEFAULT_BUCKET_BYTES = 1 << 25
+DEFAULT_BUCKET_BYTES = 1 << 24
 _ALIGNMENT_BYTES = 16
 _HEADER_RESERVE_BYTES = 512
 
@@ -174,7 +174,7 @@ class BucketWriter:
     def _put(self, entry: Entry, part: Tensor, start: int = 0) -> None:
         """Puts a part of the entry's bytes into the bucket, after sending what has no room beside it."""
         num_bytes = len(part)
-        header_bytes = len(json.dumps(_encode(Segment(entry, start, len(self._laid), self._used, num_bytes)))) + 8
+        header_bytes = len(json.dumps(_encode(Segment(entry, start, len(self._laid), self._used, num_bytes)))) + 16
         num_used = self._used + sum(map(len, self._laid))
         has_room = num_used + num_bytes <= self._bucket_bytes and self._header_bytes + header_bytes <= MAX_HEADER_BYTES
         if self._segments and not has_room:

@@ -5,7 +5,7 @@ It is a transaction: every end says what it has, and only when all say the same 
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -47,13 +47,16 @@ def push_weights(
     dtype: torch.dtype,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     delta: DeltaEncoder | None = None,
+    may_be_infinite: Collection[str] = (),
 ) -> SyncReceipt | None:
     """Collective over the sender's ranks. Streams the weights in `dtype` to all receivers and waits for their receipts.
 
     Args:
         medium: the sending end; None on the ranks that have none and only take part in gathering.
-        bucket_bytes: size of the pieces that travel, a multiple of 16; two of them are held at a time.
+        bucket_bytes: size of the pieces that travel, a multiple of 16. Two of them are held at a time, and over a
+            process group the tensors of a third.
         delta: sends only what changed since the last sync with the same encoder, if all receivers still hold that.
+        may_be_infinite: names of tensors that may hold infinities: buffers.
     Returns:
         The receipt that all receivers agree with; None on ranks without an end of the medium.
     Raises:
@@ -70,7 +73,8 @@ def push_weights(
         bases = _meet(medium, f"weight sync {version}: beginning", "null")[SENDER + 1 :]
         if delta is not None:
             delta.begin([json.loads(base) for base in bases])
-        manifest, writer = Manifest(version), BucketWriter(medium, version=version, bucket_bytes=bucket_bytes)
+        manifest = Manifest(version, may_be_infinite=may_be_infinite)
+        writer = BucketWriter(medium, version=version, bucket_bytes=bucket_bytes)
         encode = encode_whole if delta is None else delta.encode
 
         def encoded(pool: Executor) -> Iterator[tuple[str, Tensor, Callable[[], int], Encoding, Tensor]]:

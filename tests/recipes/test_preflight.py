@@ -98,17 +98,17 @@ OWN = {"name": "custom", "function": "m:f"}
         (
             "dpo",
             ("response", "label"),
-            "one labelled answer, and loss=dpo compares two; set loss=kto (a custom loss: is_p",
+            "one labelled answer, and loss=dpo compares two; set loss=kto (a custom loss: loss.is_p",
         ),
         (
             OWN,
             ("response", "label"),
-            "one labelled answer, and loss=custom compares two; set loss=kto (a custom loss: is_",
+            "one labelled answer, and loss=custom compares two; set loss=kto (a custom loss: loss.is_",
         ),
         (
             "kto",
             ("chosen", "rejected"),
-            "two answers, and loss=kto takes one with a label; set loss=dpo (a custom loss: is",
+            "two answers, and loss=kto takes one with a label; set loss=dpo (a custom loss: loss.is",
         ),
         (
             {**OWN, "is_paired": False},

@@ -36,6 +36,13 @@ def test_colocated_ranks_do_both():
     assert log == [("all", "sync_weights", (7,))]
 
 
+def test_ranks_that_are_one_engine_are_sent_parts_of_the_weights_but_whole_adapters():
+    engine = {"type": "vllm", "args": {"tensor_parallel_size": 2}}
+    assert ranks(engine=engine)[0].num_weight_parts == 2
+    assert ranks(engine=engine, sync_adapter_only=True)[0].num_weight_parts == 1
+    assert ranks()[0].num_weight_parts == 1
+
+
 @pytest.mark.parametrize("delta", [False, True])
 def test_split_ranks_are_the_last_ones_and_weights_are_sent_and_received_at_the_same_time(delta):
     found, log = ranks(placement={"num_ranks": 3, "timeout_seconds": 5, "delta": delta})

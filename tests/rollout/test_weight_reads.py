@@ -23,6 +23,15 @@ READERS = {
     ),
     "transposed": (lambda w: w.transpose(1, 2).select(0, 1).t()[5], Region.box([(1, 2), (5, 6), (0, 4)])),
     "permuted": (lambda w: w.permute(2, 0, 1)[1:3, 4].clone().data, Region.box([(4, 5), (0, 8), (1, 3)])),
+    "turned": (lambda w: w[2].T[:, 3:5], Region.box([(2, 3), (3, 5), (0, 4)])),
+    "matrices turned": (lambda w: w.mT[1:3, 2], Region.box([(1, 3), (0, 8), (2, 3)])),
+    "copied and seen otherwise": (lambda w: w[1].t().contiguous().view(-1), Region.box([(1, 2), (0, 8), (0, 4)])),
+    "cloned and seen otherwise": (lambda w: w.narrow(1, 2, 3).clone().view(-1), Region.box([(0, 6), (2, 5), (0, 4)])),
+    "chosen by numbers": (lambda w: w[[0, 2, 5]], Region.whole(WEIGHT.shape)),
+    "chosen by a tensor": (lambda w: w[3:, torch.tensor([7, 0])], Region.whole(WEIGHT.shape)),
+    "chosen by a tensor of a view": (lambda w: w[3:][torch.tensor([2, 0])], Region.box([(3, 6), (0, 8), (0, 4)])),
+    "chosen by a mask": (lambda w: w[torch.tensor([True, False] * 3)], Region.whole(WEIGHT.shape)),
+    "of another dtype": (lambda w: w[1].to(torch.float64).float(), Region.box([(1, 2), (0, 8), (0, 4)])),
     "all": (lambda w: w.detach(), Region.whole(WEIGHT.shape)),
     "steps": (lambda w: w[::2], Region.whole(WEIGHT.shape)),
     "another shape": (lambda w: w.view(12, 4, 4)[3], Region.whole(WEIGHT.shape)),
@@ -70,6 +79,18 @@ def test_the_form_is_that_of_the_whole_and_no_read():
     assert reads.region.shape.numel() == 0
 
 
+def test_what_a_loader_writes_is_what_it_reads_afterwards():
+    """GPT-OSS's biases, which one rank alone adds."""
+    held = Region.box([(2, 4), (0, 8), (0, 4)])
+    traced = WeightReads("w", WEIGHT.shape, held.of(WEIGHT).clone(), held).traced()
+    part = traced[2:4]
+    part[1].zero_()
+    assert torch.equal(copied(part), torch.stack([WEIGHT[2], torch.zeros(8, 4)]))
+    clone = part.clone()
+    clone.mul_(2)
+    assert torch.equal(copied(part[0]), WEIGHT[2])
+
+
 def test_a_number_is_read_as_it_is():
     reads = WeightReads("scale", torch.Size(()), torch.tensor(2.5))
     assert (reads.traced().item(), reads.region) == (2.5, Region(()))
@@ -78,5 +99,7 @@ def test_a_number_is_read_as_it_is():
 def test_zeros_without_memory_can_be_read():
     zeros = torch.zeros(()).expand(1 << 20, 1 << 20)
     reads = WeightReads("w", zeros.shape, zeros)
-    assert not copied(reads.traced()[5:7, 3:6]).any()
+    part = reads.traced()[5:7, 3:6]
+    assert not copied(part).any()
+    assert not copied(part.zero_()).any()
     assert reads.region == Region.box([(5, 7), (3, 6)])

@@ -96,7 +96,12 @@ def test_what_is_sent_is_hashed_behind_what_gathered_it(monkeypatch):
     streams, seen = Streams(), []
     monkeypatch.setattr(torch.accelerator, "current_stream", streams.of_device)
     original = base._checksum_if_finite
-    monkeypatch.setattr(base, "_checksum_if_finite", lambda tensor: seen.append(streams.current) or original(tensor))
+
+    def watched(tensor, **options):
+        seen.append(streams.current)
+        return original(tensor, **options)
+
+    monkeypatch.setattr(base, "_checksum_if_finite", watched)
 
     def gathered():
         for number, (name, tensor) in enumerate(SERVED):

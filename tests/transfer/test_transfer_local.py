@@ -1,5 +1,6 @@
 """sync_local into the engine that recipes use, from senders that do right and wrong."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from shardwise.engine.loading import load_weights
 from shardwise.rollout import EmbeddedEngine
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, register_cached_attention
 from shardwise.transfer import WeightSyncError, sync_local
+from shardwise.transfer.base import NotFiniteWeightsError
 from shardwise.types import GenerateRequest
 
 NORM, PROJECTION = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
@@ -102,6 +104,18 @@ def test_after_a_sync_the_engine_serves_what_was_sent_and_says_how_much(dtype):
     numbers = 2 * 32 * 16 + 4 * 16 * 16 + 3 * 24 * 16 + 3 * 16
     assert (receipt.version, receipt.num_bytes, receipt.num_tensors) == (5, numbers * dtype.itemsize, 12)
     assert receipt.num_proven == 12
+
+
+def test_tensors_that_may_be_infinite_are_synced_unless_they_hold_nan():
+    def bound(value):
+        return lambda weights: weights[NORM].fill_(value)
+
+    engine = build_engine(0)
+    sync = partial(sync_local, receiver=engine, version=1, dtype=torch.float32)
+    for value, may_be_infinite in ((torch.inf, []), (torch.inf, [PROJECTION]), (torch.nan, [NORM])):
+        with pytest.raises(NotFiniteWeightsError, match=f"{NORM} holds values that are not finite"):
+            sync(Sender(1, bound(value)), may_be_infinite=may_be_infinite)
+    assert sync(Sender(1, bound(-torch.inf)), may_be_infinite={NORM}).num_proven == 12
 
 
 def flip_one_bit(weights):

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.engine import TrainEngine
+from shardwise.config import TrainingError
+from shardwise.engine import TrainEngine, raised_on_every_rank
 from shardwise.fault_plan import fault_point
 from shardwise.memfd import SharedTensors
 from shardwise.recipes.rank.hosted_engines import POLICY, HostedEngine, HostedEngines
@@ -111,7 +112,14 @@ class WeightTransfer:
         hosted = self._engines.take_device(POLICY, "params")
         dtype = getattr(torch, hosted.config.param_dtype)
         encoder = self._encoder if delta else None
-        receipt = push_weights(self._sender(hosted), self._joined_medium(), version=version, dtype=dtype, delta=encoder)
+        receipt = push_weights(
+            self._sender(hosted),
+            self._joined_medium(),
+            version=version,
+            dtype=dtype,
+            delta=encoder,
+            may_be_infinite=hosted.engine.buffer_names,
+        )
         return None if receipt is None else asdict(receipt)
 
     def pull_weights(self, version: int, delta: bool) -> dict[str, Any]:
@@ -134,13 +142,16 @@ class WeightTransfer:
         hosted = self._engines.take_device(POLICY, "params")
         engine.wake("weights")
         dtype = getattr(torch, hosted.config.param_dtype)
-        receipt = sync_local(self._sender(hosted), engine, version=version, dtype=dtype)
+        receipt = sync_local(
+            self._sender(hosted), engine, version=version, dtype=dtype, may_be_infinite=hosted.engine.buffer_names
+        )
         self._engines.synced_version = version
         return receipt
 
     def close(self) -> None:
         """Forgets what belongs to the engines that are dropped."""
         self._syncs_adapter_only, self.memory = False, None
+        self._encoder, self._decoder = DeltaEncoder(), DeltaDecoder()
 
     def _joined_medium(self) -> Medium | None:
         """Returns the medium, which is joined at the first sync, when all its ends take part."""
@@ -153,5 +164,7 @@ class WeightTransfer:
         if self._syncs_adapter_only:
             return AdapterSender(hosted.engine)
         if isinstance(rollout, VllmEngine) and rollout.is_part:
-            return NeededSender(hosted.engine, rollout.needed_regions())
+            with raised_on_every_rank(TrainingError):  # else the others would wait for what this rank needs
+                needed = rollout.needed_regions()
+            return NeededSender(hosted.engine, needed)
         return hosted.engine

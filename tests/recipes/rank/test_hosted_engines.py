@@ -160,14 +160,14 @@ def test_whoever_works_has_the_device_and_what_the_others_name_has_left_it(every
     for who, name, there in seen:
         for role in ROLES:
             weights, states = there[role]
-            full_weights, full_states = whole[role]
+            whole_weights, full_states = whole[role]
             if role not in have_states:
                 full_states = 0
             keeps_weights, keeps_states = AWAY[offload.get(role, "none")]
             if role == who:
                 keeps_weights = 1
                 keeps_states |= name in ("forward_backward", "optim_step")
-            expected = full_weights * keeps_weights, full_states * keeps_states
+            expected = whole_weights * keeps_weights, full_states * keeps_states
             assert (weights, states) == expected, (who, name, role)
         if name == "optim_step":
             have_states.add(who)
