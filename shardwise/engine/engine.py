@@ -1,8 +1,9 @@
 """One model, sharded with fully_shard, and its optimizer. Knows nothing of algorithms, rollouts or controllers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -187,7 +188,7 @@ class TrainEngine:
     @torch.no_grad()
     def forward(
         self,
-        batches: Sequence[TokenBatch],
+        batches: Iterable[TokenBatch],
         *,
         temperature: float = 1.0,
         with_logprobs: bool = True,
@@ -198,14 +199,17 @@ class TrainEngine:
         """Returns what the head says about every micro-batch, on the host.
 
         Args:
+            batches: as many on every rank. One is asked for when the one before it has been given to the device, and
+                not kept, so its images may be read then.
             with_logprobs, with_entropy: False leaves them out and saves passes over the logits.
             with_adapters: False is the model as it was before its adapters: the reference policy.
             teacher_outputs: a teacher's, one for each micro-batch; the divergence from it is among the outputs.
         """
         self._require_weights()
-        wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, teacher_outputs)
+        wanted = _wanted(temperature, with_logprobs, with_entropy, teacher_outputs)
+        pairs = zip(batches, wanted, strict=teacher_outputs is not None)
         with nullcontext() if with_adapters else self._adapters_off():
-            outputs = [self._forward(batch, about) for batch, about in zip(batches, wanted, strict=True)]
+            outputs = [self._forward(batch, about) for batch, about in pairs]
         self._reshard()
         return [output.to(torch.device("cpu")) for output in outputs]  # not between them: the device would wait
 
@@ -298,7 +302,7 @@ class TrainEngine:
                 "an earlier forward_backward of this engine ended with an error, and what it left of gradients would "
                 "be added to others; build the engine again, from its last checkpoint"
             )
-        wanted = _wanted(len(batches), temperature, with_logprobs, with_entropy, teacher_outputs)
+        wanted = list(islice(_wanted(temperature, with_logprobs, with_entropy, teacher_outputs), len(batches)))
         if origins is None:
             origins = [(dist.get_rank(), index) for index in range(len(batches))]
         return self._accumulate(batches, wanted, origins, loss_fn, denominators)
@@ -588,15 +592,12 @@ class TrainEngine:
 
 
 def _wanted(
-    num_batches: int,
     temperature: float,
     with_logprobs: bool,
     with_entropy: bool,
     teacher_outputs: Sequence[TeacherOutputs] | None,
-) -> list[Wanted]:
-    """What is wanted of every micro-batch."""
+) -> Iterable[Wanted]:
+    """What is wanted of every micro-batch: the same without end, or what a teacher's outputs say of each."""
     assert with_logprobs or not with_entropy, "entropy comes with the logprobs"
     common = Wanted(temperature=temperature, logprobs=with_logprobs, entropy=with_entropy)
-    return (
-        [common] * num_batches if teacher_outputs is None else [replace(common, teacher=one) for one in teacher_outputs]
-    )
+    return repeat(common) if teacher_outputs is None else [replace(common, teacher=one) for one in teacher_outputs]

@@ -1,6 +1,6 @@
 """What recipes that train on given rows share: a batch of rows for each step, and held-out rows."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,14 +32,6 @@ class TrainingRows:
         """Returns the samples of a step; steps count from 1."""
         size = self.samples_per_row
         return [self.samples[size * row + place] for row in self.loader.indices(step - 1) for place in range(size)]
-
-    def held_out_parts(self) -> Iterator[list[Sample]]:
-        """Yields the held-out samples: all at once, or if one has images, whose pixels are not kept, as many at a time
-        as a step has."""
-        assert self.held_out is not None
-        has_images = any(sample.image_refs for sample in self.held_out)
-        size = self.loader.batch_size * self.samples_per_row if has_images else len(self.held_out)
-        return (self.held_out[start : start + size] for start in range(0, len(self.held_out), size))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of rows: it and the step's number determine the rows of a step."""

@@ -1,6 +1,6 @@
 """Supervised fine-tuning."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from shardwise.config import SFTConfig
@@ -10,7 +10,7 @@ from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.rows import open_rows
 from shardwise.recipes.run import Run, is_finished
-from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
+from shardwise.types import Metrics, MetricValue, Sample
 
 
 def train(config: SFTConfig, group: WorkerGroup) -> None:
@@ -36,15 +36,11 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
                 metrics = policy.train(samples)
             if rows.held_out is not None and run.should_validate(step):
                 with run.spans("validate"):
-                    metrics |= validate(policy, rows.held_out_parts())
+                    metrics |= validate(policy, rows.held_out)
             run.report(step, metrics | rows.counts, num_tokens=sum(len(sample.token_ids) for sample in samples))
 
 
-def validate(policy: RemoteEngine, parts: Iterable[Sequence[Sample]]) -> Metrics:
-    """Returns the mean cross-entropy per trained token over all samples, in nats."""
-    return merge_metrics(_cross_entropy(policy, samples) for samples in parts)
-
-
-def _cross_entropy(policy: RemoteEngine, samples: Sequence[Sample]) -> Metrics:
+def validate(policy: RemoteEngine, samples: Sequence[Sample]) -> Metrics:
+    """Returns the mean cross-entropy per trained token, in nats."""
     total = -sum(float(values.double().sum()) for values in policy.score(samples))
     return {"val/loss": MetricValue.mean(total, sum(int(sample.loss_mask.sum()) for sample in samples))}

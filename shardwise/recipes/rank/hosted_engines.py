@@ -61,6 +61,10 @@ class HostedEngine:
         with raised_on_every_rank(DataError):
             return [self._read(self.reader, batch, whole) if batch.image_refs else batch for batch in batches]
 
+    def read_in_turn(self, batches: list[TokenBatch]) -> Iterator[TokenBatch]:
+        """Yields what `read` returns, and reads each batch when it is asked for: of many, only one is held."""
+        return (read for batch in batches for read in self.read([batch]))
+
     def _read(self, reader: ImageReader, batch: TokenBatch, whole: bool) -> TokenBatch:
         own = range(len(batch.image_refs)) if whole else self.engine.own_images(batch.image_refs)
         images = reader.read(batch.image_refs[own.start : own.stop]) if own else None

@@ -83,8 +83,9 @@ class Trainer:
         model. `temperature`: None: the rollout's."""
         hosted = self._engines.take_device(role, "params")
         temperature = hosted.source.temperature if temperature is None else temperature
-        batches = hosted.read(batches)
-        outputs = hosted.engine.forward(batches, temperature=temperature, with_adapters=with_adapters)
+        outputs = hosted.engine.forward(
+            hosted.read_in_turn(batches), temperature=temperature, with_adapters=with_adapters
+        )
         found = [out.values if out.logprobs is None else out.logprobs for out in outputs]
         scores = [values for values in found if values is not None]
         first_trained = int(batches[0].loss_mask.int().argmax())

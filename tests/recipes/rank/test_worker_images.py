@@ -98,6 +98,31 @@ def test_ranks_that_share_a_pack_read_each_image_once(run_ranks, folder):
     assert [name for _, names in ranks for name in names] == [p.name for p in shards[0][0].image_refs]
 
 
+def events(folder: str, shards) -> list[str]:
+    """What a worker that scores does, in its order: read images, look at some."""
+    worker, found = Worker(torch.device("cpu")), []
+    worker.build_engine("policy", source(folder, EngineConfig().frozen()))
+    hosted = worker.engines["policy"]
+    read = hosted.reader.read
+    hosted.reader.read = lambda image_refs: found.append("read") or read(image_refs)
+    hosted.engine._model.hf_model.get_submodule("model.visual").register_forward_pre_hook(
+        lambda *_: found.append("look")
+    )
+    worker.score(shards[dist.get_rank()], "policy", True)
+    return found
+
+
+def test_scoring_reads_the_images_of_a_micro_batch_when_it_comes(run_ranks, folder):
+    """Of thousands of held-out rows the pixels of one micro-batch are held. Without an image the tower sees a black
+    one."""
+    samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
+    shards = pack(samples, num_shards=2, max_tokens=max(len(sample.token_ids) for sample in samples)).shards
+    for shard, found in zip(shards, run_ranks(events, 2, str(folder), shards), strict=True):
+        assert len(shard) > 1
+        expected = [["read", "look"] if batch.image_refs else ["look"] for batch in shard]
+        assert found == [event for one in expected for event in one]
+
+
 def skipped(folder: str, step, bundle: str, weight: str, engine) -> None:
     """A step that a NaN in a weight spoils."""
     worker = build(folder, engine=EngineConfig(**engine))
