@@ -135,7 +135,8 @@ def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
     if model.config.model_type in TILE:
         return {"pixel_values": sample.images.pixel_values}
     seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.sizes}
-    return seen | ({"mm_token_type_ids": (sample.token_ids == IMAGE).int()[None]} if finds_positions(model) else {})
+    kinds = (sample.token_ids == model.config.image_token_id).int()[None]
+    return seen | ({"mm_token_type_ids": kinds} if finds_positions(model) else {})
 
 
 def padded(images: Images) -> Tensor:

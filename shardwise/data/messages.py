@@ -12,13 +12,20 @@ ToolSchema = dict[str, Any]
 """A function as chat templates take it: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
 
 
-def prompt_messages(prompt: str | list[Message], system_prompt: str | None, origin: str) -> list[Message]:
+def prompt_messages(
+    prompt: str | list[Message], system_prompt: str | None, origin: str, *, may_have_parts: bool = False
+) -> list[Message]:
     """Returns a prompt as messages: text becomes one user message; the system prompt goes first if they have none.
 
+    Args:
+        may_have_parts: as for `checked_messages`.
     Raises:
         DataError: an empty prompt, or bad messages.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else checked_messages(prompt, origin)
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = checked_messages(prompt, origin, may_have_parts=may_have_parts)
     require_content(messages, origin)
     return with_system_prompt(messages, system_prompt)
 
@@ -30,9 +37,11 @@ def with_system_prompt(messages: list[Message], system_prompt: str | None) -> li
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def checked_messages(messages: Any, origin: str) -> list[Message]:
+def checked_messages(messages: Any, origin: str, *, may_have_parts: bool = False) -> list[Message]:
     """Returns the messages without null keys and with the arguments of tool calls as objects, as templates take them.
 
+    Args:
+        may_have_parts: whether a content may also be a list of parts, which `Vision.take` makes a string of.
     Raises:
         DataError: not a list of objects with a role and a content that are strings; names the message. Only a message
             with tool calls needs no content, which is then empty.
@@ -52,20 +61,26 @@ def checked_messages(messages: Any, origin: str) -> list[Message]:
         for key in ("role", "content"):
             if key not in message:
                 raise DataError(f'{origin}: message {number} has no "{key}": {preview(message)}')
-            if not isinstance(message[key], str):
+            if not (isinstance(message[key], str) or (may_have_parts and _has_parts(message, key))):
                 raise DataError(
                     f'{origin}: "{key}" of message {number} is {describe_type(message[key])}, expected a string: '
                     f"{preview(message[key])}"
                 )
         # Parquet gives every message the keys of all of them, null where it had none; templates test for presence.
-        checked.append({key: value for key, value in message.items() if value is not None})
+        found = {key: value for key, value in message.items() if value is not None}
+        checked.append(found | {"content": without_nulls(found["content"])} if may_have_parts else found)
     return checked
 
 
 def require_content(messages: list[Message], origin: str) -> None:
     """Raises DataError: the messages of a prompt say nothing."""
-    if not any(message["content"].strip() for message in messages):
+    contents = [message["content"] for message in messages]
+    if not any(content.strip() if isinstance(content, str) else content for content in contents):
         raise DataError(f"{origin}: the prompt is empty; fill it in or remove it")
+
+
+def _has_parts(message: Message, key: str) -> bool:
+    return key == "content" and isinstance(message[key], list)
 
 
 def _with_tool_calls(message: Message, place: str) -> Message:

@@ -1,8 +1,8 @@
 """Turns data files into what preference and reward-model training consume: pairs of answers, or labelled answers."""
 
 import math
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,14 +14,24 @@ from shardwise.data.rows import (
     Rendered,
     fit,
     get_prompt,
-    images_not_shown,
     loaded_sequences,
     make_sample,
+    take_images,
     tool_schemas,
+    unshown_ids,
 )
-from shardwise.data.sources import Row, describe_type, get_column, get_text, preview, read_rows
-from shardwise.data.vision import row_images
-from shardwise.types import Sample
+from shardwise.data.sources import (
+    Row,
+    describe_type,
+    get_cell,
+    get_column,
+    get_text,
+    plain_cell,
+    preview,
+    read_rows,
+)
+from shardwise.data.vision import Vision, continued_positions
+from shardwise.types import ImageRef, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +43,7 @@ def preference_pairs(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     max_rows: int | None,
+    vision: Vision | None = None,
     media_token_ids: Collection[int] = (),
 ) -> Loaded[Sample]:
     """Reads rows with a chosen and a rejected answer to the same messages.
@@ -40,10 +51,10 @@ def preference_pairs(
     The messages that both conversations begin with are context; from where they part, the assistant's turns are
     trained: the last turn alone, if they differ in nothing else. A pair is over `config.max_sequence_tokens` if one
     side is; truncate cuts both sides there. Pairs whose sides are the same, or become the same when cut, teach nothing
-    and are dropped.
+    and are dropped. Images stand in the context, and both sides show them.
 
     Args:
-        media_token_ids: tokens that stand for parts of images and videos, which no row may spell.
+        vision, media_token_ids: as in `supervised_samples`.
     Returns:
         Samples in the order chosen, rejected, chosen, rejected, ...: two neighbours are a pair, which
         `pack(..., keep_together=2)` keeps together. `reward` is the pair's margin on the chosen side (0 without a
@@ -52,22 +63,23 @@ def preference_pairs(
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
-    rows = _read_rows(config, files, max_rows=max_rows)
+    rows = read_rows(files, max_rows=max_rows)
     samples: list[Sample] = []
     num_kept = num_identical = num_truncated = 0
     for row in rows:
         margin = _margin(config, row)
-        sides = _render_pair(config, row, tokenizer, media_token_ids)
-        fitted = None if sides is None else fit(config, row, sides)
+        sides, image_refs = _render_pair(config, row, tokenizer, vision, media_token_ids)
+        fitted = fit(config, row, sides) if sides else None
         if fitted is None:
-            num_identical += sides is None
+            num_identical += not sides
             continue
         chosen, rejected = fitted
         if chosen == rejected:
             num_identical += 1
             continue
-        samples.append(make_sample(f"{row.origin} {config.chosen_column}", *chosen, reward=margin, group=num_kept))
-        samples.append(make_sample(f"{row.origin} {config.rejected_column}", *rejected, group=num_kept))
+        for column, side, reward in ((config.chosen_column, chosen, margin), (config.rejected_column, rejected, 0.0)):
+            uid = f"{row.origin} {column}"
+            samples.append(make_sample(uid, *side, image_refs=image_refs, vision=vision, reward=reward, group=num_kept))
         num_kept += 1
         num_truncated += fitted != sides
     if not samples and num_identical:
@@ -91,6 +103,7 @@ def labelled_samples(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     max_rows: int | None,
+    vision: Vision | None = None,
     media_token_ids: Collection[int] = (),
 ) -> Loaded[Sample]:
     """Reads rows with one answer and whether it is desirable, for KTO.
@@ -99,23 +112,25 @@ def labelled_samples(
     `config.max_sequence_tokens`: truncate cuts off its end, and drops it where nothing to train is left.
 
     Args:
-        media_token_ids: as in `preference_pairs`.
+        vision, media_token_ids: as in `supervised_samples`. Images stand before the answer.
     Returns:
         Samples whose `reward` is +1 (desirable) or -1; the count num_desirable says how many have +1.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
-    rows = _read_rows(config, files, max_rows=max_rows)
+    rows = read_rows(files, max_rows=max_rows)
     samples: list[Sample] = []
     num_truncated = 0
     for row in rows:
         reward = 1.0 if _label(config, row) else -1.0
-        rendered = _render_answer(config, row, tokenizer, media_token_ids)
-        fitted = fit(config, row, [rendered])
+        rendered, image_refs = _render_answer(config, row, tokenizer, vision, media_token_ids)
+        fitted = fit(config, row, rendered)
         if fitted is None:
             continue
-        num_truncated += fitted != [rendered]
-        samples.append(make_sample(row.origin, *fitted[0], reward=reward, group=len(samples)))
+        num_truncated += fitted != rendered
+        samples.append(
+            make_sample(row.origin, *fitted[0], image_refs=image_refs, vision=vision, reward=reward, group=len(samples))
+        )
     counts = {
         "num_rows": len(rows),
         "num_dropped": len(rows) - len(samples),
@@ -145,7 +160,8 @@ def mismatched(samples: Sequence[Sample], *, max_tokens: int) -> list[Sample]:
     the next one where all prompts are the same.
 
     Args:
-        samples: those of one batch, at least two. A prompt ends where the first trained token begins.
+        samples: those of one batch, at least two. A prompt ends where the first trained token begins, and has all
+            images.
         max_tokens: longer sequences are cut at their end.
     Returns:
         As many samples, in the same order and with the same groups; reward 0, which no labelled answer has.
@@ -154,70 +170,98 @@ def mismatched(samples: Sequence[Sample], *, max_tokens: int) -> list[Sample]:
     """
     assert len(samples) > 1, "one sample has no other whose answer it could take"
     starts = [int(sample.loss_mask.int().argmax()) for sample in samples]
-    prompts = [sample.token_ids[:start].tolist() for sample, start in zip(samples, starts, strict=True)]
+    prompts = [_prompt(sample, start) for sample, start in zip(samples, starts, strict=True)]
     mixed = []
     for index, sample in enumerate(samples):
         others = [other % len(samples) for other in range(index + 1, index + len(samples))]
         other = next((other for other in others if prompts[other] != prompts[index]), others[0])
         answer = slice(starts[other], None)
-        token_ids = torch.cat([sample.token_ids[: starts[index]], samples[other].token_ids[answer]])
-        loss_mask = torch.cat([sample.loss_mask[: starts[index]], samples[other].loss_mask[answer]])
+        token_ids = torch.cat([sample.token_ids[: starts[index]], samples[other].token_ids[answer]])[:max_tokens]
+        loss_mask = torch.cat([sample.loss_mask[: starts[index]], samples[other].loss_mask[answer]])[:max_tokens]
+        positions = None if sample.position_ids is None else sample.position_ids[:, : starts[index]]
         mixed.append(
             Sample(
                 uid=f"{sample.uid} with the answer of {samples[other].uid}",
-                token_ids=token_ids[:max_tokens],
-                loss_mask=loss_mask[:max_tokens],
+                token_ids=token_ids,
+                loss_mask=loss_mask,
+                position_ids=continued_positions(positions, len(token_ids)),
+                image_refs=sample.image_refs,
                 group=sample.group,
             )
         )
     return mixed
 
 
-def _read_rows(config: PreferenceDataConfig, files: Sequence[str], *, max_rows: int | None) -> list[Row]:
-    rows = read_rows(files, max_rows=max_rows)
-    for row in rows:
-        if row_images(row, config.images_column):
-            raise DataError(images_not_shown(config, row))
-    return rows
+def _prompt(sample: Sample, num_tokens: int) -> tuple[list[int], list[str | bytes | None]]:
+    """Returns what tells a sample's prompt from others: its tokens, and its images."""
+    images = [image.path if image.data is None else image.data.numpy().tobytes() for image in sample.image_refs]
+    return sample.token_ids[:num_tokens].tolist(), images
 
 
 def _render_pair(
     config: PreferenceDataConfig,
     row: Row,
     tokenizer: "PreTrainedTokenizerBase",
+    vision: Vision | None,
     media_token_ids: Collection[int],
-) -> list[Rendered] | None:
-    """Renders the chosen and the rejected side, in this order; None where they are the same conversation."""
+) -> tuple[list[Rendered], list[ImageRef]]:
+    """Renders the chosen and the rejected side, in this order, and returns them with the images of both; without sides
+    where they are the same conversation."""
     columns = (config.chosen_column, config.rejected_column)
     if not config.apply_chat_template:
-        return [_render_plain(config, row, column, tokenizer, media_token_ids) for column in columns]
+        return [_render_plain(config, row, column, tokenizer, media_token_ids) for column in columns], []
     chosen, rejected = (_conversation(config, row, column) for column in columns)
     if chosen == rejected:
-        return None
+        return [], []
     start = _parting(config, row, chosen, rejected)
-    tools = tool_schemas(config, row)
-    return [
-        render_conversation(
-            tokenizer, side, row.origin, trained_from=start, tools=tools, media_token_ids=media_token_ids
-        )
-        for side in (chosen, rejected)
-    ]
+    answers = dict(zip(columns, (chosen[start:], rejected[start:]), strict=True))
+    return _render_answers(config, row, chosen[:start], answers, tokenizer, vision, media_token_ids)
 
 
 def _render_answer(
     config: PreferenceDataConfig,
     row: Row,
     tokenizer: "PreTrainedTokenizerBase",
+    vision: Vision | None,
     media_token_ids: Collection[int],
-) -> Rendered:
+) -> tuple[list[Rendered], list[ImageRef]]:
+    """Renders the answer, as a list of one, and returns it with its images."""
+    column = config.response_column
     if not config.apply_chat_template:
-        return _render_plain(config, row, config.response_column, tokenizer, media_token_ids)
-    messages = _conversation(config, row, config.response_column)
+        return [_render_plain(config, row, column, tokenizer, media_token_ids)], []
+    messages = _conversation(config, row, column)
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-    tools = tool_schemas(config, row)
-    return render_conversation(
-        tokenizer, messages, row.origin, trained_from=last, tools=tools, media_token_ids=media_token_ids
-    )
+    return _render_answers(config, row, messages[:last], {column: messages[last:]}, tokenizer, vision, media_token_ids)
+
+
+def _render_answers(
+    config: PreferenceDataConfig,
+    row: Row,
+    context: list[Message],
+    answers: Mapping[str, list[Message]],
+    tokenizer: "PreTrainedTokenizerBase",
+    vision: Vision | None,
+    media_token_ids: Collection[int],
+) -> tuple[list[Rendered], list[ImageRef]]:
+    """Renders the context with each of the answers, which are given by their columns, and returns these sequences with
+    the images of the context, which are taken once."""
+    messages = [*context, *(message for answer in answers.values() for message in answer)]
+    words, image_refs = take_images(config, row, messages, vision, num_context=len(context))
+    shared, others = words[: len(context)], words[len(context) :]
+    tools, unshown = tool_schemas(config, row), unshown_ids(media_token_ids, vision)
+    sides = []
+    for column, answer in answers.items():
+        side, others = [*shared, *others[: len(answer)]], others[len(answer) :]
+        rendered = render_conversation(
+            tokenizer,
+            plain_cell(row, column, side),
+            row.origin,
+            trained_from=len(context),
+            tools=tools,
+            media_token_ids=unshown,
+        )
+        sides.append(rendered if vision is None else vision.expand(*rendered, image_refs, row.origin))
+    return sides, image_refs
 
 
 def _render_plain(
@@ -227,6 +271,7 @@ def _render_plain(
     tokenizer: "PreTrainedTokenizerBase",
     media_token_ids: Collection[int],
 ) -> Rendered:
+    take_images(config, row, None, vision=None)  # refuses them: only the chat template has places for images
     prompt, answer = _plain_parts(config, row, column)
     return render_response_sample(
         tokenizer,
@@ -257,18 +302,27 @@ def _plain_parts(config: PreferenceDataConfig, row: Row, column: str) -> tuple[s
 
 
 def _conversation(config: PreferenceDataConfig, row: Row, column: str) -> list[Message]:
-    """Returns the messages that the answer in `column` answers, followed by this answer."""
-    cell = get_column(row, column, config)
+    """Returns the messages that the answer in `column` answers, followed by this answer. A content may be a list of
+    parts, with images as the row has them."""
+    cell = _cell(config, row, column)
     if not isinstance(cell, str | list):
         raise DataError(
             f'{row.origin}: column "{column}" is {describe_type(cell)}, expected a string or a list of messages: '
             f"{preview(cell)}"
         )
     answer = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
-    messages = checked_messages(answer, f'{row.origin}: column "{column}"')
-    if messages[0]["role"] == "assistant":
-        return [*prompt_messages(get_prompt(config, row), config.system_prompt, row.origin), *messages]
-    return with_system_prompt(messages, config.system_prompt)
+    messages = checked_messages(answer, f'{row.origin}: column "{column}"', may_have_parts=True)
+    if messages[0]["role"] != "assistant":
+        return with_system_prompt(messages, config.system_prompt)
+    given = _cell(config, row, config.prompt_column)
+    prompt = given if isinstance(given, list) else get_prompt(config, row)
+    return [*prompt_messages(prompt, config.system_prompt, row.origin, may_have_parts=True), *messages]
+
+
+def _cell(config: PreferenceDataConfig, row: Row, column: str) -> Any:
+    """Returns the cell of a column as plain JSON values; a list, in which images may be bytes, as it is."""
+    cell = get_cell(row, column)
+    return cell if isinstance(cell, list) else get_column(row, column, config)
 
 
 def _parting(config: PreferenceDataConfig, row: Row, chosen: list[Message], rejected: list[Message]) -> int:

@@ -76,7 +76,7 @@ def supervised_samples(
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
     rows = read_rows(files, max_rows=max_rows)
-    unshown = _unshown(media_token_ids, vision)
+    unshown = unshown_ids(media_token_ids, vision)
     samples: list[Sample] = []
     num_truncated = 0
     for row in rows:
@@ -91,10 +91,7 @@ def supervised_samples(
             if not any(loss_mask):
                 continue
         num_truncated += (token_ids, loss_mask) != rendered
-        sample = make_sample(row.origin, token_ids, loss_mask)
-        if vision is not None and seen:
-            sample = replace(sample, image_refs=seen, position_ids=vision.position_ids(sample.token_ids, seen))
-        samples.append(sample)
+        samples.append(make_sample(row.origin, token_ids, loss_mask, image_refs=seen, vision=vision))
     counts = {"num_rows": len(rows), "num_dropped": len(rows) - len(samples), "num_truncated": num_truncated}
     return loaded_sequences(config, files, samples, counts)
 
@@ -124,7 +121,7 @@ def prompt_examples(
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
     rows = read_rows(files, max_rows=max_rows)
-    limit, unshown = config.max_prompt_tokens, _unshown(media_token_ids, vision)
+    limit, unshown = config.max_prompt_tokens, unshown_ids(media_token_ids, vision)
     examples: list[Example] = []
     num_truncated = 0
     for row in rows:
@@ -206,13 +203,27 @@ def loaded_sequences(
 
 
 def make_sample(
-    uid: str, token_ids: list[int], loss_mask: list[bool], *, reward: float = 0.0, group: int = 0
+    uid: str,
+    token_ids: list[int],
+    loss_mask: list[bool],
+    *,
+    image_refs: Sequence[ImageRef] = (),
+    vision: Vision | None = None,
+    reward: float = 0.0,
+    group: int = 0,
 ) -> Sample:
-    """Builds a sample from what was rendered: token ids [L] and loss mask [L]."""
+    """Builds a sample from what was rendered: token ids [L] and loss mask [L].
+
+    Args:
+        image_refs: the images whose tokens these include, which `vision` places.
+    """
+    tokens = torch.tensor(token_ids, dtype=torch.int64)
     return Sample(
         uid=uid,
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        token_ids=tokens,
         loss_mask=torch.tensor(loss_mask, dtype=torch.bool),
+        position_ids=vision.position_ids(tokens, image_refs) if vision is not None and image_refs else None,
+        image_refs=list(image_refs),
         reward=reward,
         group=group,
     )
@@ -233,7 +244,7 @@ def get_prompt(config: HeldOutData, row: Row) -> str | list[Message]:
     return prompt
 
 
-def _unshown(media_token_ids: Collection[int], vision: Vision | None) -> list[int]:
+def unshown_ids(media_token_ids: Collection[int], vision: Vision | None) -> list[int]:
     """Returns the media tokens that no row may spell: all but the image token, if `vision` can write it."""
     return [token_id for token_id in media_token_ids if vision is None or token_id != vision.image_token_id]
 
@@ -258,25 +269,37 @@ def _with_image_words(
     config: SupervisedDataConfig | EvalDataConfig, row: Row, column: str, vision: Vision | None
 ) -> tuple[Row, list[ImageRef]]:
     """Returns the row with the chat template's text for its images written into `column`, and the images."""
-    if vision is None or not config.apply_chat_template:
-        if row_images(row, config.images_column):
-            raise DataError(images_not_shown(config, row))
-        return row, []
-    if not has_column(row, column):
-        return row, []
-    words, image_refs = vision.take(get_cell(row, column), row, config.images_column)
+    cell = get_cell(row, column)
+    words, image_refs = take_images(config, row, cell, vision)
+    if words is cell:
+        return row, image_refs
     return replace(row, values={**row.values, column: plain_cell(row, column, words)}), image_refs
 
 
-def images_not_shown(config: SequenceDataConfig | EvalDataConfig, row: Row) -> str:
-    """Returns the message of the error about a row whose images cannot be shown."""
-    return (
-        f'{row.origin}: column "{config.images_column}" has images, which supervised training shows to a model, and '
-        "reinforcement learning with rollout.engine=embedded or vllm, without an environment or teachers; both only "
-        "through the chat template to a model that has a vision tower and, in preprocessor_config.json or "
-        "processor_config.json, its image processor; use one, or set "
-        "data.images_column to a column that is not there"
-    )
+def take_images(
+    config: SequenceDataConfig | EvalDataConfig,
+    row: Row,
+    messages: Any,
+    vision: Vision | None,
+    *,
+    num_context: int | None = None,
+) -> tuple[Any, list[ImageRef]]:
+    """Returns what `Vision.take` returns for a row's messages; without a vision they are as they were.
+
+    Raises:
+        DataError: as there, or the row has images, and nothing shows them.
+    """
+    if vision is not None and config.apply_chat_template:
+        return vision.take(messages, row, config.images_column, num_context=num_context)
+    if row_images(row, config.images_column):
+        raise DataError(
+            f'{row.origin}: column "{config.images_column}" has images, which supervised, preference and reward-model '
+            "training show to a model, and reinforcement learning with rollout.engine=embedded or vllm, without an "
+            "environment or teachers; all only through the chat template to a model that has a vision tower and, in "
+            "preprocessor_config.json or processor_config.json, its image processor; use one, or set "
+            "data.images_column to a column that is not there"
+        )
+    return messages, []
 
 
 def _render_supervised(

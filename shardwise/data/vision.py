@@ -78,7 +78,9 @@ class Vision:
         rope_index = model.base_model.get_rope_index if finds_positions(model) else None
         return cls(tokenizer, reader, config.image_token_id, placeholder, rope_index)
 
-    def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[ImageRef]]:
+    def take(
+        self, messages: Any, row: Row, images_column: str, *, num_context: int | None = None
+    ) -> tuple[Any, list[ImageRef]]:
         """The images of a conversation, or of a prompt that is a string, and the words with what the chat template
         writes for an image in the place of each.
 
@@ -86,8 +88,10 @@ class Vision:
             messages: as the row has them. A content is a string with a PLACEHOLDER for each image, or a list of
                 `{"type": "text", "text": ...}` and `{"type": "image"}`; `{"type": "image", "image": ...}` (or "path",
                 "url", "bytes") has an image of its own, the others take those of the column in their order.
+            num_context: how many of the messages may have images: those that the others answer; None: all.
         Raises:
-            DataError: an image that is missing, damaged or too large; more images than places for them, or fewer.
+            DataError: an image that is missing, damaged or too large; more images than places for them, or fewer; a
+                place behind the context.
             ModelError: the chat template has no images.
         """
         taking = _Taking(self, row, images_column)
@@ -95,7 +99,11 @@ class Vision:
             return taking.text(messages), taking.finish()
         if not isinstance(messages, list):
             return messages, []
-        return [taking.message(message) for message in messages], taking.finish()
+        words = [taking.message(message) for message in messages[:num_context]]
+        if num_context is not None:
+            taking.is_over = True
+            words += [taking.message(message) for message in messages[num_context:]]
+        return words, taking.finish()
 
     def expand(
         self, tokens: list[int], loss_mask: list[bool], image_refs: Sequence[ImageRef], origin: str
@@ -201,7 +209,9 @@ class WordsAlone(Vision):
         """`reason`: why, and what to do about it, for errors."""
         self._reason = reason
 
-    def take(self, messages: Any, row: Row, images_column: str) -> tuple[Any, list[ImageRef]]:
+    def take(
+        self, messages: Any, row: Row, images_column: str, *, num_context: int | None = None
+    ) -> tuple[Any, list[ImageRef]]:
         """The messages, each with a content that is a string.
 
         Raises:
@@ -253,6 +263,8 @@ class _Taking:
         self._cells = row_images(row, images_column)
         self._image_refs: list[ImageRef] = []
         self._num_from_column = 0
+        self.is_over = False
+        """Whether no image may follow, for what follows are answers."""
 
     def message(self, message: Any) -> Any:
         """With a content that is a string."""
@@ -284,13 +296,23 @@ class _Taking:
             case {"type": "image", **source} if not source:
                 return self._next()
             case {"type": "image", **source} if len(source) == 1 and source.keys() <= _SOURCES:
+                self._require_context()
                 return self._add(*source.values())
         raise DataError(
             f'{self._row.origin}: a part of a content is {preview(part)}, expected {{"type": "text", "text": ...}} or '
             '{"type": "image"}, alone or with its image as "image", "path", "url" or "bytes"'
         )
 
+    def _require_context(self) -> None:
+        if self.is_over:
+            raise DataError(
+                f"{self._row.origin}: an answer, or what follows one, has a place for an image ({PLACEHOLDER} in a "
+                'string, or {"type": "image"} in a list); images stand in the messages that are answered: move it '
+                "there, or remove it"
+            )
+
     def _next(self) -> str:
+        self._require_context()
         place = self._num_from_column
         self._num_from_column += 1
         if place >= len(self._cells):
@@ -307,3 +329,13 @@ def row_images(row: Row, column: str) -> list[Any]:
     """What a row has in the column of images; one by itself is a list of one."""
     cell = get_cell(row, column) if has_column(row, column) else []
     return cell if isinstance(cell, list) else [cell]
+
+
+def continued_positions(position_ids: Tensor | None, num_tokens: int) -> Tensor | None:
+    """Extends [3, L] position ids of a prompt with images to [3, num_tokens]: text continues after the largest. None,
+    of a prompt whose tokens are all counted like words, stays None."""
+    if position_ids is None:
+        return None
+    num_more = num_tokens - position_ids.shape[1]
+    more = position_ids.max() + 1 + torch.arange(num_more)
+    return torch.cat([position_ids, more.expand(3, num_more)], dim=1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` pairs, or answers of kto."""
     model, trainer, size = open_model(config.model), config.trainer, 2 if config.is_paired else 1
     read = preference_pairs if config.is_paired else labelled_samples
-    rows = open_rows(read, config.data, trainer, model, samples_per_row=size)
+    rows = open_rows(partial(read, vision=model.vision), config.data, trainer, model, samples_per_row=size)
     if config.estimates_kl and rows.held_out is not None and len(rows.held_out) == 1:
         raise DataError(
             f"data.validation_files leave one row, and loss={config.loss.name} estimates its KL divergence from "

@@ -1,6 +1,7 @@
 """Training of reward models: a score for every answer, learnt from pairs of them."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -19,7 +20,8 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` pairs. Checkpoints load as
     AutoModelForSequenceClassification."""
     model, trainer = open_model(config.model), config.trainer
-    rows = open_rows(preference_pairs, config.data, trainer, model, samples_per_row=2)
+    read = partial(preference_pairs, vision=model.vision)
+    rows = open_rows(read, config.data, trainer, model, samples_per_row=2)
     if is_finished("reward-model", config, total_steps=rows.total_steps):
         return
     scorer = build_engine(

@@ -4,8 +4,6 @@ import copy
 import io
 import json
 from dataclasses import replace
-from functools import partial
-from unittest.mock import patch
 
 import pyarrow
 import pytest
@@ -16,25 +14,19 @@ from pyarrow import parquet
 from tiny_models import GRID_FAMILIES, PLACED_FAMILIES, tiny_vision_model
 from transformers import (
     AutoConfig,
-    CLIPImageProcessorPil,
     Exaone4_5_Processor,
     Gemma3ImageProcessorPil,
     Glm4vImageProcessorPil,
     Glm4vProcessor,
     Glm46VImageProcessorPil,
     Glm46VProcessor,
-    GotOcr2ImageProcessorPil,
-    InternVLProcessor,
-    LlavaNextImageProcessorPil,
-    LlavaNextProcessor,
-    LlavaProcessor,
-    PixtralImageProcessorPil,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
     Qwen2VLProcessor,
     Qwen3VLProcessor,
 )
-from vision_samples import pixtral_processor, transformers_inputs, vision_families
+from vision_folders import MARK, MARKED, TEMPLATE, WORDS, tokenizer_with_images
+from vision_samples import transformers_inputs, vision_families
 
 from shardwise.config import DataError, ModelError, PromptDataConfig, SupervisedDataConfig
 from shardwise.data import ImageReader, Vision
@@ -45,23 +37,12 @@ from shardwise.model_config import media_token_ids
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Completion, ImageRef, RolloutGroup
 
-WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
-    "{% endfor %}{% endif %}{{ '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 START, PAD, END, VIDEO_PAD = 261, 262, 263, 264
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
-    tokenizer.add_special_tokens({"additional_special_tokens": WORDS})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = tokenizer_with_images(WORDS, MARK)
     assert tokenizer.convert_tokens_to_ids(WORDS) == [START, PAD, END, VIDEO_PAD]
     return tokenizer
 
@@ -266,56 +247,11 @@ def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, 
             learn_row(tmp_path, tokenizer, model.config, talk(f"a {spelt} b"), [])
 
 
-def pixtral(tokenizer, merge_size=2):
-    images = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 32})
-    return pixtral_processor(images, tokenizer, patch_size=4, spatial_merge_size=merge_size)
-
-
-def internvl(tokenizer):
-    images = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
-    with patch.object(InternVLProcessor, "check_argument_for_proper_class"):  # that of videos needs torchvision
-        return InternVLProcessor(images, tokenizer, image_seq_length=4)
-
-
-def llava(tokenizer):
-    images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    options = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-    return LlavaProcessor(images, tokenizer, **options)
-
-
-def llava_next(tokenizer):
-    images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": 8},
-        crop_size={"height": 8, "width": 8},
-        image_grid_pinpoints=tiny_vision_model("llava_next").config.image_grid_pinpoints,
-    )
-    options = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-    return LlavaNextProcessor(images, tokenizer, **options)
-
-
-MARKED = {
-    "mistral3": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", pixtral),
-    "pixtral": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", partial(pixtral, merge_size=1)),
-    "internvl": (["<IMG_CONTEXT>", "<img>", "</img>", "<video>"], "<IMG_CONTEXT>\n", internvl),
-    "llava": (["<image>"], "<image>\n", llava),
-    "llava_next": (["<image>"], "<image>\n", llava_next),
-}
-"""Special tokens of families whose processor writes marks around or into an image, what their chat template writes for
-one, and the processor."""
-INTERNVL_NAMES = ("context_image_token", "start_image_token", "end_image_token", "video_token")
-"""By which InternVL's tokenizer knows them."""
-
-
 @pytest.mark.parametrize("family", MARKED)
 def test_rows_with_marks_of_the_models_own_processor_are_what_it_makes_of_them(family, tmp_path):
     """Images may stand next to each other, for nothing looks for their borders."""
     words, written, make_processor = MARKED[family]
-    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
-    tokenizer.add_special_tokens({"additional_special_tokens": words})
-    for name, word in zip(INTERNVL_NAMES, words, strict=False):
-        setattr(tokenizer, name, word)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(word))
-    tokenizer.chat_template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", written)
+    tokenizer = tokenizer_with_images(words, written)
     model = tiny_vision_model(family)
     model.config.image_token_id = tokenizer.convert_tokens_to_ids(words[0])
     model.config.text_config.vocab_size = len(tokenizer)
@@ -567,7 +503,7 @@ def test_prompts_whose_images_cannot_be_shown_are_refused(ask, picture, tmp_path
 def test_images_for_a_model_that_sees_none_are_refused(tokenizer, picture, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": talk("<image>"), "images": ["a.png"]}))
-    with pytest.raises(DataError, match=r'line 1: column "images" has images, which supervised training shows'):
+    with pytest.raises(DataError, match=r'line 1: column "images" has images, which supervised, preference and'):
         supervised_samples(SupervisedDataConfig(), [str(path)], tokenizer, max_rows=None)
     loaded = supervised_samples(SupervisedDataConfig(images_column="none"), [str(path)], tokenizer, max_rows=None)
     assert "<image>" in tokenizer.decode(loaded.rows[0].token_ids)

@@ -4,9 +4,12 @@ import re
 import pyarrow
 import pytest
 import torch
+from PIL import Image
 from pyarrow import parquet
+from vision_folders import vision_folder
 
-from shardwise.config import DataError, PreferenceDataConfig
+from shardwise.config import DataError, ModelConfig, PreferenceDataConfig, SupervisedDataConfig
+from shardwise.data import Vision, load_tokenizer, supervised_samples
 from shardwise.data.chat import render_conversation, render_response_sample
 from shardwise.data.packing import pack
 from shardwise.data.preference import labelled_samples, mismatched, preference_pairs
@@ -34,16 +37,14 @@ def write(tmp_path):
     return write_rows
 
 
-def pairs(tokenizer, files, *, max_rows=None, media_token_ids=(), **settings):
-    return preference_pairs(
-        PreferenceDataConfig(**settings), files, tokenizer, max_rows=max_rows, media_token_ids=media_token_ids
-    )
+def pairs(tokenizer, files, *, max_rows=None, vision=None, media_token_ids=(), **settings):
+    options = {"max_rows": max_rows, "vision": vision, "media_token_ids": media_token_ids}
+    return preference_pairs(PreferenceDataConfig(**settings), files, tokenizer, **options)
 
 
-def labelled(tokenizer, files, *, max_rows=None, media_token_ids=(), **settings):
-    return labelled_samples(
-        PreferenceDataConfig(**settings), files, tokenizer, max_rows=max_rows, media_token_ids=media_token_ids
-    )
+def labelled(tokenizer, files, *, max_rows=None, vision=None, media_token_ids=(), **settings):
+    options = {"max_rows": max_rows, "vision": vision, "media_token_ids": media_token_ids}
+    return labelled_samples(PreferenceDataConfig(**settings), files, tokenizer, **options)
 
 
 def texts(tokenizer, samples):
@@ -381,12 +382,147 @@ def test_rows_show_their_tools(tokenizer, write):
     assert texts(tokenizer, loaded.rows) == [(f"{shown}2+3=5", "5")]
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """Tokenizer and vision of a Qwen3-VL."""
+    folder = tmp_path_factory.mktemp("model")
+    vision_folder("qwen3_vl", folder)
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    return {"tokenizer": tokenizer, "vision": Vision.load(folder, tokenizer)}
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Two files of 2 and 3 tokens beside the rows."""
+    for number, size in enumerate(((16, 8), (8, 24))):
+        Image.new("RGB", size, (90 * number, 90, 200)).save(tmp_path / f"{number}.png")
+    return ["0.png", "1.png"]
+
+
+IMAGE, WHICH = {"type": "image"}, {"type": "text", "text": "Which?"}
+SEEN = {"chosen": "5", "rejected": "7", "response": "5", "label": True}
+
+
+def learnt(seeing, files, messages, images, tmp_path):
+    """What `shardwise sft` makes of a conversation."""
+    (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": messages, "images": images}))
+    return supervised_samples(SupervisedDataConfig(), [str(tmp_path / "sft.jsonl")], **seeing, max_rows=None).rows[0]
+
+
+def assert_shows(found, expected):
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert torch.equal(found.loss_mask, expected.loss_mask)
+    assert torch.equal(found.position_ids, expected.position_ids)
+    assert [(one.path, one.size) for one in found.image_refs] == [(one.path, one.size) for one in expected.image_refs]
+
+
+@pytest.mark.parametrize(
+    ("question", "answers"),
+    [
+        ("<image>Which?<image>", ["5", "7"]),
+        ([user("<image>Which?<image>")], [[bot("5")], "7"]),
+        ([user([IMAGE, WHICH, IMAGE])], [[bot([{"type": "text", "text": "5"}])], [bot("7")]]),
+        ([user([IMAGE | {"image": "0.png"}, WHICH, IMAGE | {"path": "1.png"}])], ["5", "7"]),
+        (None, [[user([IMAGE, WHICH, IMAGE]), bot("5")], [user([IMAGE, WHICH, IMAGE]), bot("7")]]),
+    ],
+    ids=["text", "messages", "trl", "own images", "implicit prompt"],
+)
+def test_answers_to_images_are_what_supervised_training_reads(seeing, write, pictures, tmp_path, question, answers):
+    """Both sides of a pair, and a labelled answer: tokens, positions and images of the conversation."""
+    row = {"prompt": question, "chosen": answers[0], "rejected": answers[1], "response": answers[0], "label": True}
+    if "0.png" not in json.dumps(question):
+        row["images"] = pictures
+    files = write(row, SEEN | {"prompt": "2+3="})
+    chosen, rejected, *words = pairs(files=files, **seeing).rows
+    (answer, _) = labelled(files=files, **seeing).rows
+    for found, said in ((chosen, "5"), (rejected, "7"), (answer, "5")):
+        assert_shows(found, learnt(seeing, files, [user("<image>Which?<image>"), bot(said)], pictures, tmp_path))
+    assert [sample.position_ids for sample in words] == [None, None]
+    assert [sample.image_refs for sample in words] == [[], []]
+
+
+def test_parts_hold_bytes_of_images_in_parquet(seeing, pictures, tmp_path):
+    """A list of messages with nulls, as arrow gives it."""
+    parts = [IMAGE | {"image": {"bytes": (tmp_path / "0.png").read_bytes()}, "text": None}, WHICH | {"image": None}]
+    row = {"prompt": [{"role": "user", "content": parts}], "chosen": "5", "rejected": "7"}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    chosen, rejected = pairs(files=[str(tmp_path / "a.parquet")], **seeing).rows
+    assert chosen.image_refs[0].data.numpy().tobytes() == (tmp_path / "0.png").read_bytes()
+    assert rejected.image_refs[0] is chosen.image_refs[0]
+
+
+def test_a_row_that_is_cut_before_its_answer_goes_with_its_images(seeing, write, pictures):
+    question = {"prompt": "<image>Which?<image>", "images": pictures}
+    files = write(SEEN | question, SEEN | {"prompt": "2+"})
+    whole = pairs(files=files, **seeing).rows[0]
+    keys = {"max_sequence_tokens": int(whole.loss_mask.int().argmax()), "on_overlong": "truncate"}
+    for read, count in ((pairs, 2), (labelled, 1)):
+        assert [len(sample.image_refs) for sample in read(files=files, **seeing, **keys).rows] == [0] * count
+    keys["max_sequence_tokens"] += 1
+    loaded = pairs(files=files, **seeing, **keys)
+    assert loaded.counts["num_truncated"] == 1
+    assert [len(sample.image_refs) for sample in loaded.rows] == [2, 2, 0, 0]
+
+
+IN_ANSWER = "an answer, or what follows one, has a place for an image (<image> in a string, or "
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"images": ["0.png"]}, 'column "images" has 1 images, and the messages have places for 2'),
+        ({"images": ["0.png"] * 3}, 'column "images" has 3 images, and the messages have places for 2'),
+        ({"images": ["0.png", "none.png"]}, "image 2 (none.png): there is no file"),
+        ({"images": ["0.png", "text.png"]}, "image 2 (text.png) is damaged, or no image"),
+        ({"prompt": "<image><image><|image_pad|>"}, "the text has 3 times '<|image_pad|>' for 2 images"),
+        ({"prompt": [user([{"type": "video"}])]}, 'a part of a content is {"type": "video"}, expected'),
+        ({"chosen": "<image>", "response": "<image>"}, IN_ANSWER),
+        ({key: [bot([IMAGE | {"image": "0.png"}])] for key in ("chosen", "response")}, IN_ANSWER),
+    ],
+)
+def test_what_is_wrong_with_an_image_names_row_and_file(seeing, write, pictures, tmp_path, change, reason):
+    (tmp_path / "text.png").write_text("no image")
+    files = write(SEEN | {"prompt": "2+3="}, SEEN | {"prompt": "<image>Which?<image>", "images": pictures} | change)
+    for read in (pairs, labelled):
+        with pytest.raises(DataError, match=re.escape(f"train.jsonl line 2: {reason}")):
+            read(files=files, **seeing)
+
+
+def test_sides_that_show_other_images_do_not_answer_the_same_messages(seeing, write, pictures):
+    chosen, rejected = ([user([IMAGE | {"image": name}, WHICH]), bot(name)] for name in pictures)
+    with pytest.raises(DataError, match=f"{PARTED} 0 that they share they go on with"):
+        pairs(files=write({"chosen": chosen, "rejected": rejected}), **seeing)
+    later = [*chosen[:1], bot("a"), user("<image>"), bot("b")]
+    with pytest.raises(DataError, match=re.escape(IN_ANSWER)):
+        pairs(files=write({"chosen": [*chosen[:1], bot("c")], "rejected": later}), **seeing)
+
+
+def test_mismatched_answers_keep_the_images_of_their_prompts(seeing, write, pictures, tmp_path):
+    """The same words about another image are another prompt; the same image named again is not."""
+    rows = [
+        SEEN | {"prompt": "<image>Which?", "images": [name], "response": answer}
+        for name, answer in (("0.png", "a"), ("0.png", "b"), ("twin.png", "cde"), ("1.png", "f"))
+    ]
+    (tmp_path / "twin.png").write_bytes((tmp_path / "0.png").read_bytes())
+    samples = labelled(files=(files := write(*rows)), **seeing).rows
+    found = mismatched(samples, max_tokens=100)
+    expected = [("0.png", "cde"), ("0.png", "cde"), ("twin.png", "f"), ("1.png", "a")]
+    for sample, (name, answer) in zip(found, expected, strict=True):
+        assert_shows(sample, learnt(seeing, files, [user("<image>Which?"), bot(answer)], [name], tmp_path))
+    (cut, *_) = mismatched(samples, max_tokens=len(samples[0].token_ids))
+    assert cut.position_ids.shape == (3, len(samples[0].token_ids))
+
+
 @pytest.mark.parametrize("read", [pairs, labelled])
-def test_rows_with_images_are_refused(tokenizer, write, read):
+def test_rows_with_images_are_refused_where_nothing_shows_them(tokenizer, seeing, write, read):
     row = {**PAIR, "response": "5", "label": True, "images": ["a.png"]}
-    with pytest.raises(DataError, match=r'train\.jsonl line 1: column "images" has images, which supervised'):
-        read(tokenizer, write(row))
-    assert read(tokenizer, write({**row, "images": []})).rows
+    for options in ({"tokenizer": tokenizer}, seeing | PLAIN):
+        with pytest.raises(DataError, match=r'train\.jsonl line 1: column "images" has images, which supervised'):
+            read(files=write(row), **options)
+        assert read(files=write({**row, "images": []}), **options).rows
+    parts = {"prompt": [user([WHICH])]}
+    with pytest.raises(DataError, match=r'"content" of message 1 is a list, expected a string'):
+        read(tokenizer, write(row | {"images": []} | parts))
 
 
 @pytest.mark.parametrize("apply_chat_template", [True, False])

@@ -106,6 +106,30 @@ def test_rewards_for_answers_to_pictures_rise(command, folder, tmp_path, metrics
     assert sum(rewards[-4:]) > 0.3
 
 
+def preferred(rows: list[dict]) -> list[dict]:
+    """The rows with a right and a wrong answer, in which every digit is the next one."""
+    wrong = str.maketrans("0123456789", "1234567890")
+    return [row | {"chosen": row["answer"], "rejected": row["answer"].translate(wrong)} for row in rows]
+
+
+def test_the_margin_of_right_answers_to_pictures_rises(command, folder, tmp_path, metrics_of):
+    """Who sees no picture cannot prefer each digit to the next, for 0 comes after 9. The rows are learnt by heart, with
+    a reference engine beside the policy."""
+    rows = preferred([json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:32]])
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = command(
+        *["preference", "-c", str(ROOT / "examples" / "vl_digits_sft.yaml"), f"model.path={folder / 'model'}"],
+        *[f"data.train_files={folder / 'pairs.jsonl'}", "data.validation_files=[]", "trainer.batch_size=32"],
+        *["trainer.total_steps=12", "trainer.learning_rate=3e-3", "trainer.warmup_steps=0"],
+        *[f"trainer.output_dir={tmp_path / 'run'}", *NO_EXTRAS],
+    )
+    assert done.code == 0, done.err
+    steps = metrics_of(tmp_path / "run")
+    assert steps[0]["preference/margin"] == pytest.approx(0, abs=1e-5)
+    assert steps[-1]["preference/margin"] > 0.5
+    assert steps[-1]["preference/accuracy"] > 0.9
+
+
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return len(set(solution_str)) % 4 + len(solution_str) % 3
@@ -191,7 +215,11 @@ BAD_PICTURES = {
     ("recipe", "kind"),
     [
         *(("sft", kind) for kind in BAD_PICTURES),
-        *(pytest.param("rl", kind, marks=() if kind == "half" else pytest.mark.full) for kind in BAD_PICTURES),
+        *(
+            pytest.param(recipe, kind, marks=() if kind == "half" else pytest.mark.full)
+            for recipe in ("rl", "preference")
+            for kind in BAD_PICTURES
+        ),
     ],
 )
 def test_a_bad_picture_ends_the_run_in_one_line_without_a_step(command, folder, tmp_path, recipe, kind):
@@ -201,7 +229,7 @@ def test_a_bad_picture_ends_the_run_in_one_line_without_a_step(command, folder, 
     assert_refused(command, folder, tmp_path, recipe, rows, rf"image 1 \({rows[1]['images'][0]}\):? {reason}")
 
 
-@pytest.mark.parametrize("recipe", ["sft", "rl"])
+@pytest.mark.parametrize("recipe", ["sft", "rl", pytest.param("reward-model", marks=pytest.mark.full)])
 def test_more_places_than_pictures_end_the_run_in_one_line_without_a_step(command, folder, tmp_path, recipe):
     rows = two_rows(folder, tmp_path)
     num_places = len(rows[1]["images"])
@@ -220,12 +248,12 @@ def two_rows(folder: Path, target: Path) -> list[dict]:
 
 
 def assert_refused(command, folder, tmp_path, recipe, rows, reason):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = {"sft": ["trainer.batch_size=2"], "rl": ["rollout.num_prompts=2", "rollout.group_size=2"]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in preferred(rows)))
+    small = ["rollout.num_prompts=2", "rollout.group_size=2"] if recipe == "rl" else ["trainer.batch_size=2"]
     done = command(
         *[recipe, "-c", str(ROOT / f"examples/vl_digits_{'grpo' if recipe == 'rl' else 'sft'}.yaml")],
         *[f"model.path={folder / 'model'}", f"data.train_files={tmp_path / 'rows.jsonl'}", "data.validation_files=[]"],
-        *[f"trainer.output_dir={tmp_path / 'run'}", *small[recipe], *NO_EXTRAS],
+        *[f"trainer.output_dir={tmp_path / 'run'}", *small, *NO_EXTRAS],
     )
     assert done.code == 2
     assert re.fullmatch(rf"error: rows.jsonl line 2: {reason}.*\n", done.err), done.err

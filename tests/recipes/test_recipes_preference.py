@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from vision_folders import vision_folder
 
 from shardwise.config import DataError, PreferenceConfig
 from shardwise.data import mismatched
@@ -235,6 +237,33 @@ def test_kto_begins_at_one_half_and_learns(run):
     assert metrics[0]["train/loss"] == pytest.approx(0.5, rel=1e-5)
     assert metrics[3]["train/loss"] < 0.5
     assert (metrics[0]["data/num_rows"], metrics[0]["data/num_desirable"]) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [MODES["engine"], MODES["before_training"], {"loss": {"name": "kto", "beta": 0.5}}],
+    ids=["engine", "before_training", "kto"],
+)
+def test_rows_with_images_are_learnt_and_the_reference_sees_the_same_images(run, tmp_path, tree):
+    """All questions are alike, and only the image tells which answer is chosen. A reference that saw others would not
+    agree with the policy before its first step."""
+    vision_folder("qwen3_vl", tmp_path / "vl")
+    rows = []
+    for number, colour in enumerate(("black", "white")):
+        Image.new("RGB", (16, 16), colour).save(tmp_path / f"{number}.png")
+        answers = {"chosen": str(number), "rejected": str(1 - number), "response": "1", "label": bool(number)}
+        rows += [{"prompt": "<image>Which?", "images": [f"{number}.png"]} | answers, {"prompt": "2+3="} | answers]
+    data = {"train_files": str(tmp_path / "rows.jsonl"), "validation_files": str(tmp_path / "rows.jsonl")}
+    data["max_sequence_tokens"] = 48
+    metrics = run(
+        rows, model={"path": str(tmp_path / "vl")}, data=data, engine={"max_tokens_per_micro_batch": 96}, **tree
+    )
+    losses = [row["train/loss"] for row in metrics]
+    assert losses[0] == pytest.approx(0.5 if "loss" in tree else math.log(2), rel=1e-5)
+    assert losses[2] < losses[0]
+    if "loss" not in tree:
+        for before, after in itertools.pairwise(metrics):
+            assert before["val/loss"] == pytest.approx(after["train/loss"], rel=1e-4)
 
 
 def test_kto_needs_two_rows_that_are_held_out(run, write_jsonl):

@@ -5,9 +5,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.config import RewardConfig
+from shardwise.data.vision import continued_positions
 from shardwise.types import Completion, Example, Metrics, MetricValue, RolloutGroup, Sample
 
 NUM_LOGGED_SAMPLES = 16
@@ -41,7 +41,7 @@ def to_samples(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> 
                 Sample(
                     uid=group.example.uid,
                     token_ids=token_ids,
-                    position_ids=_continued(group.example.position_ids, len(token_ids)),
+                    position_ids=continued_positions(group.example.position_ids, len(token_ids)),
                     image_refs=group.example.image_refs,
                     loss_mask=is_trained & (group.has_baseline and not (mask_failed and failed)),
                     rollout_logprobs=rollout_logprobs,
@@ -53,15 +53,6 @@ def to_samples(groups: Sequence[RolloutGroup], *, mask_failed: bool = False) -> 
                 )
             )
     return samples
-
-
-def _continued(position_ids: Tensor | None, num_tokens: int) -> Tensor | None:
-    """Extends [3, L] position ids of a prompt with images to [3, num_tokens]: text continues after the largest."""
-    if position_ids is None:
-        return None
-    num_more = num_tokens - position_ids.shape[1]
-    more = position_ids.max() + 1 + torch.arange(num_more)
-    return torch.cat([position_ids, more.expand(3, num_more)], dim=1)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:

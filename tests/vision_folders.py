@@ -1,0 +1,103 @@
+"""What belongs to the tiny models that see images beside their weights, and whole folders of them."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tiny_models import tiny_vision_model
+from transformers import (
+    CLIPImageProcessorPil,
+    GotOcr2ImageProcessorPil,
+    InternVLProcessor,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
+    LlavaProcessor,
+    PixtralImageProcessorPil,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessorPil,
+)
+from vision_samples import pixtral_processor
+
+from shardwise.data.synthetic import train_tokenizer
+
+MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+"""What the chat templates of Qwen write for an image."""
+WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endif %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def tokenizer_with_images(words: list[str], mark: str) -> PreTrainedTokenizerFast:
+    """Bytes and special words, with a chat template that writes `mark` for an image."""
+    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    for name, word in zip(INTERNVL_NAMES, words, strict=False):
+        setattr(tokenizer, name, word)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(word))
+    tokenizer.chat_template = TEMPLATE.replace(MARK, mark)
+    return tokenizer
+
+
+def pixtral(tokenizer, merge_size=2):
+    images = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 32})
+    return pixtral_processor(images, tokenizer, patch_size=4, spatial_merge_size=merge_size)
+
+
+def internvl(tokenizer):
+    images = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, max_patches=4)
+    with patch.object(InternVLProcessor, "check_argument_for_proper_class"):  # that of videos needs torchvision
+        return InternVLProcessor(images, tokenizer, image_seq_length=4)
+
+
+def llava(tokenizer):
+    images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    options = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    return LlavaProcessor(images, tokenizer, **options)
+
+
+def llava_next(tokenizer):
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 8},
+        crop_size={"height": 8, "width": 8},
+        image_grid_pinpoints=tiny_vision_model("llava_next").config.image_grid_pinpoints,
+    )
+    options = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    return LlavaNextProcessor(images, tokenizer, **options)
+
+
+MARKED = {
+    "mistral3": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", pixtral),
+    "pixtral": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", partial(pixtral, merge_size=1)),
+    "internvl": (["<IMG_CONTEXT>", "<img>", "</img>", "<video>"], "<IMG_CONTEXT>\n", internvl),
+    "llava": (["<image>"], "<image>\n", llava),
+    "llava_next": (["<image>"], "<image>\n", llava_next),
+}
+"""Special tokens of families whose processor writes marks around or into an image, what their chat template writes for
+one, and the processor."""
+INTERNVL_NAMES = ("context_image_token", "start_image_token", "end_image_token", "video_token")
+"""By which InternVL's tokenizer knows them."""
+
+
+def vision_folder(family: str, folder: Path, *, seed: int = 0) -> Any:
+    """Saves a tiny model whole, as the hub has it, and returns it."""
+    words, mark, make_processor = MARKED.get(family, (WORDS, MARK, None))
+    tokenizer = tokenizer_with_images(words, mark)
+    model = tiny_vision_model(family, seed=seed, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model.config.image_token_id = tokenizer.convert_tokens_to_ids(words[1 if make_processor is None else 0])
+    if make_processor is None:
+        processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    else:
+        processor = make_processor(tokenizer).image_processor
+    with torch.no_grad():
+        model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
