@@ -1,7 +1,8 @@
 """Text to tokens: prompts, responses and conversations, through the tokenizer's chat template where one is wanted."""
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from shardwise.config import DataError
 from shardwise.data.messages import (
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _ANY_PROMPT, _ANY_TURN = "prompt", "<[any turn]>"
 """Stand-ins for a prompt and a turn: what a template writes after a turn does not depend on what the turn says."""
+_ANY_WORDS = "8675309"
+"""Stand-in for the words of a message that a template cannot rewrite: digits have no case and are never escaped."""
 _BEFORE, _SPACE = "\n", "\N{LOWER ONE EIGHTH BLOCK}"
 """Text that no word continues, and SentencePiece's own character for a space."""
 
@@ -252,9 +255,12 @@ def _render(
             "or model.chat_template=FILE"
         )
     try:
+        template = tokenizer.get_chat_template(tools=list(tools) or None)
+        form = _form_of_words(tokenizer, template)
         return tokenizer.apply_chat_template(
-            messages,
+            [_with_words(message, form) for message in messages],
             tools=list(tools) or None,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             return_dict=False,
@@ -264,6 +270,39 @@ def _render(
             f"{origin}: the chat template refuses the messages ({error}): {preview(messages)}; "
             "fix the row or set model.chat_template=FILE"
         ) from None
+
+
+def _with_words(message: Message, form: Callable[[str], Any]) -> Message:
+    content = message["content"]
+    return {**message, "content": form(content)} if isinstance(content, str) else message
+
+
+@lru_cache(maxsize=8)
+def _form_of_words(tokenizer: "PreTrainedTokenizerBase", template: str) -> Callable[[str], Any]:
+    """Finds the form in which a chat template takes words: a string, or a list of one part, as LLaVA's do, which write
+    nothing of a string. One that refuses any message of a user alone is given strings.
+
+    Raises:
+        ValueError: it writes words in neither form.
+    """
+
+    def written(form: Callable[[str], Any]) -> str | None:
+        message = {"role": "user", "content": form(_ANY_WORDS)}
+        try:
+            return str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
+        except Exception:  # as above
+            return None
+
+    of_string, of_part = written(str), written(_part)
+    if _ANY_WORDS not in (of_string or "") and _ANY_WORDS in (of_part or ""):
+        return _part
+    if of_string is not None and _ANY_WORDS not in of_string:
+        raise ValueError("it writes no word of a user's message, neither of a string nor of a list of parts")
+    return str
+
+
+def _part(words: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": words}]
 
 
 def _require_calls_written(

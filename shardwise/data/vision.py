@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,6 @@ class Vision:
         self._image_token_id = image_token_id
         self._placeholder = placeholder
         self._rope_index = rope_index
-        self._text: str | None = None
 
     @classmethod
     def load(cls, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> "Vision | None":
@@ -177,29 +177,42 @@ class Vision:
     @property
     def image_text(self) -> str:
         """What the chat template writes for an image, whatever stands around it."""
-        if self._text is None:
-            self._text = self._find_text()
-        return self._text
+        return self._written[0]
 
-    def _find_text(self) -> str:
-        first, second = "<[before]>", "<[behind]>"
+    @property
+    def images_first(self) -> bool:
+        """Whether the chat template writes the images of a message in front of its words, wherever they stand there."""
+        return self._written[1]
+
+    @cached_property
+    def _written(self) -> tuple[str, bool]:
+        """`image_text` and `images_first`."""
+        first, second, image = "<[before]>", "<[behind]>", {"type": "image"}
 
         def render(content: Any) -> str:
             return render_text(self._tokenizer, [{"role": "user", "content": content}], "an image")
 
-        words = [{"type": "text", "text": first}, {"type": "image"}, {"type": "text", "text": second}]
-        found = ""
+        def words(text: str) -> dict[str, str]:
+            return {"type": "text", "text": text}
+
+        found, in_place, in_front = "", False, False
         with suppress(DataError, TypeError):  # of a template that takes every content for a string
-            text = render(words)
-            between = text.partition(first)[2].partition(second)[0]
-            found = between if text == render(first + between + second) else ""
+            opening = render(first).partition(first)[0]
+            found = render([image, words(first)]).partition(first)[0].removeprefix(opening)
+            in_place = render([words(first), image, words(second)]) == render(first + found + second)
+            in_front = render([words(first), image]) == render(found + first)
+        template = f"the chat template of {self._tokenizer.name_or_path} writes {found!r} for an image"
         if self._tokenizer.encode(found, add_special_tokens=False).count(self._image_token_id) != 1:
             raise ModelError(
-                f"the chat template of {self._tokenizer.name_or_path} writes {found!r} for an image, without the one "
-                f"{self._tokenizer.decode([self._image_token_id])!r} that the model looks for; set "
-                "model.chat_template=FILE to the one that belongs to the model"
+                f"{template}, without the one {self._tokenizer.decode([self._image_token_id])!r} that the model looks "
+                "for; set model.chat_template=FILE to the one that belongs to the model"
             )
-        return found
+        if not in_place and not in_front:
+            raise ModelError(
+                f"{template}, but neither where it stands in its message nor in front of the words; set "
+                "model.chat_template=FILE to one that does"
+            )
+        return found, not in_place
 
 
 class WordsAlone(Vision):
@@ -272,12 +285,12 @@ class _Taking:
             case {"content": str(text)}:
                 return {**message, "content": self.text(text)}
             case {"content": list(parts)}:
-                return {**message, "content": "".join(self._part(without_nulls(part)) for part in parts)}
+                return {**message, "content": self._joined([self._part(without_nulls(part)) for part in parts])}
         return message
 
     def text(self, text: str) -> str:
         before, *rest = text.split(PLACEHOLDER)
-        return before + "".join(self._next() + words for words in rest)
+        return self._joined([before, *(piece for words in rest for piece in (self._next(), words))])
 
     def finish(self) -> list[ImageRef]:
         """All of them."""
@@ -288,6 +301,19 @@ class _Taking:
                 '"type": "image"} in a list; give as many as there are images'
             )
         return self._image_refs
+
+    def _joined(self, pieces: list[str]) -> str:
+        """The content of a message: words, and the text of each of its images."""
+        joined = "".join(pieces)
+        if self._image_refs and self._vision.images_first:
+            image = self._vision.image_text
+            if joined.rpartition(image)[0].replace(image, "").strip():
+                raise DataError(
+                    f"{self._row.origin}: words stand before an image, and the chat template writes all images of a "
+                    "message before its words; put the images first, or set model.chat_template=FILE to one that keeps "
+                    f"their places: {preview(joined)}"
+                )
+        return joined
 
     def _part(self, part: Any) -> str:
         match part:

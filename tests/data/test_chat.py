@@ -2,6 +2,7 @@ import json
 import re
 
 import pytest
+from llava_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace as MetaspaceDecoder
 from tokenizers.models import Unigram
@@ -124,6 +125,40 @@ def test_token_that_merges_over_the_generation_prompt_keeps_the_prompt_of_infere
         (True, "\n<|end|>"),
         (False, "\n"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (LLAVA_1_5, ["be brief USER: 2+3= ASSISTANT:", " 5 ", "USER: and 4+4? ASSISTANT:", " it is 8 "]),
+        (
+            LLAVA_1_6_MISTRAL,
+            [
+                "<<SYS>>\nbe brief\n<</SYS>>\n\n[INST] 2+3= [/INST]",
+                " 5</s> ",
+                "[INST] and 4+4? [/INST]",
+                " it is 8</s> ",
+            ],
+        ),
+    ],
+    ids=["llava-1.5", "llava-1.6"],
+)
+def test_a_template_that_takes_words_as_parts_is_given_parts(tokenizer, template, expected):
+    """LLaVA's: the first writes nothing of a string, the other refuses it."""
+    tokenizer.chat_template = template
+    as_parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in TALK]
+    token_ids, loss_mask = render_conversation(tokenizer, TALK, "row")
+    assert token_ids == tokenizer.apply_chat_template(as_parts, return_dict=False)
+    assert spans(tokenizer, token_ids, loss_mask) == [(index % 2 == 1, text) for index, text in enumerate(expected)]
+    assert prompt_text(tokenizer, TALK[:2]) == expected[0]
+    assert observed(tokenizer, "and 4+4?", last="5").endswith(expected[2])
+
+
+@pytest.mark.parametrize("parts", ["{{ '' }}", "{{ raise_exception('no parts') if m.content is not string }}"])
+def test_a_template_that_writes_words_in_no_form_is_refused(tokenizer, parts):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' }}" + parts + "{% endfor %}"
+    with pytest.raises(DataError, match=r"^row: .* writes no word of a user's message, .*model\.chat_template=FILE$"):
+        render_conversation(tokenizer, TALK[1:], "row")
 
 
 def observed(tokenizer, observation, *, last, apply_chat_template=True):

@@ -4,11 +4,13 @@ import copy
 import io
 import json
 from dataclasses import replace
+from functools import partial
 
 import pyarrow
 import pytest
 import torch
 from family_table import FAMILIES
+from llava_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL
 from PIL import Image
 from pyarrow import parquet
 from tiny_models import GRID_FAMILIES, PLACED_FAMILIES, tiny_vision_model
@@ -247,17 +249,24 @@ def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, 
             learn_row(tmp_path, tokenizer, model.config, talk(f"a {spelt} b"), [])
 
 
-@pytest.mark.parametrize("family", MARKED)
-def test_rows_with_marks_of_the_models_own_processor_are_what_it_makes_of_them(family, tmp_path):
-    """Images may stand next to each other, for nothing looks for their borders."""
+def prepare_marked(family, folder, template=None):
+    """Writes what a model of the family has in its folder beside weights; returns model, tokenizer and processor."""
     words, written, make_processor = MARKED[family]
     tokenizer = tokenizer_with_images(words, written)
+    tokenizer.chat_template = template or tokenizer.chat_template
     model = tiny_vision_model(family)
     model.config.image_token_id = tokenizer.convert_tokens_to_ids(words[0])
     model.config.text_config.vocab_size = len(tokenizer)
     processor = make_processor(tokenizer)
-    processor.image_processor.save_pretrained(tmp_path)
-    model.config.save_pretrained(tmp_path)
+    processor.image_processor.save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    return model, tokenizer, processor
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_rows_with_marks_of_the_models_own_processor_are_what_it_makes_of_them(family, tmp_path):
+    """Images may stand next to each other, for nothing looks for their borders."""
+    model, tokenizer, processor = prepare_marked(family, tmp_path)
     images = [Image.effect_noise(size, 90).convert("RGB") for size in ((16, 8), (20, 44), (40, 33))]
     for number, image in enumerate(images):
         image.save(tmp_path / f"{number}.png")
@@ -273,7 +282,26 @@ def test_rows_with_marks_of_the_models_own_processor_are_what_it_makes_of_them(f
     for name, tensor in transformers_inputs(model, replace(found, images=read)).items():
         assert torch.equal(tensor, torch.as_tensor(expected[name])), name
     with pytest.raises(DataError, match=r"the text has 1 times |the messages have places for 1: "):
-        learn_row(tmp_path, tokenizer, model.config, talk(f"a {words[0]} b"), [])
+        learn_row(tmp_path, tokenizer, model.config, talk(f"a {MARKED[family][0][0]} b"), [])
+
+
+@pytest.mark.parametrize("template", [LLAVA_1_5, LLAVA_1_6_MISTRAL], ids=["llava-1.5", "llava-1.6"])
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+def test_rows_of_a_template_that_writes_images_first_have_them_first(family, template, tmp_path):
+    model, tokenizer, processor = prepare_marked(family, tmp_path, template)
+    picture = Image.effect_noise((20, 44), 90).convert("RGB")
+    picture.save(tmp_path / "0.png")
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "5"}]}
+    text = tokenizer.apply_chat_template([{"role": "user", "content": [IMAGE, IMAGE, TEXT]}, answer], tokenize=False)
+    expected = processor(text=[text], images=[picture] * 2, return_tensors="pt")["input_ids"][0].tolist()
+    learn = partial(learn_row, tmp_path, tokenizer, model.config)
+    for first in ("<image><image>Which?", [IMAGE, IMAGE, TEXT]):
+        found = learn(talk(first), ["0.png"] * 2)
+        assert found.token_ids.tolist() == expected
+        assert tokenizer.decode(found.token_ids[found.loss_mask]) in (" 5 ", " 5</s> ")
+    for behind in ("<image>Which?<image>", [IMAGE, TEXT, IMAGE], [TEXT, IMAGE, IMAGE]):
+        with pytest.raises(DataError, match=r"line 1: words stand before an image, .*; put the images first, or set"):
+            learn(talk(behind), ["0.png"] * 2)
 
 
 def test_rows_of_an_image_are_cut_off_with_its_beginning(tmp_path):
