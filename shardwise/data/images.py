@@ -25,6 +25,9 @@ _CONFIGS = {"preprocessor_config.json": None, "processor_config.json": "image_pr
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 89_478_485
 """Of an image as it is stored: where PIL begins to warn of files that are made to fill the memory."""
+MAX_PROPORTION = 200
+"""Of the longer side to the shorter: what Qwen and GLM take. Others would scale an image of few bytes up to fill the
+memory, or one side of it to nothing."""
 _LONGEST_SHOWN = 300
 """Characters of a path in an error."""
 _NUM_THREADS = 4
@@ -93,7 +96,7 @@ class ImageReader:
             folder: that relative paths start from.
             name: of the image, for errors.
         Raises:
-            DataError: it is missing, damaged, empty, too large, or has more than 8 bits a channel.
+            DataError: it is missing, damaged, empty, too large or too narrow, or has more than 8 bits a channel.
         """
         from PIL.Image import Image
 
@@ -126,6 +129,11 @@ class ImageReader:
             raise DataError(
                 f"{name} has {width} x {height} pixels: {error}; scale or crop it, or remove the row"
             ) from None
+        if 0 in extent.size:
+            raise DataError(
+                f"{name} has {width} x {height} pixels, of which the image processor makes "
+                f"{' x '.join(map(str, extent.size))}: nothing to see; scale or crop it, or remove the row"
+            )
         return ImageRef(
             name=name,
             path=source if isinstance(source, str) else None,
@@ -208,6 +216,11 @@ def _size(image: "Image", name: str) -> tuple[int, int]:
         raise DataError(
             f"{name} has {width} x {height} pixels, more than the {MAX_PIXELS:,} that are read; scale it down"
         )
+    if max(width, height) > MAX_PROPORTION * min(width, height):
+        raise DataError(
+            f"{name} has {width} x {height} pixels, sides of more than the 1 to {MAX_PROPORTION} that are read; crop "
+            "it or remove the row"
+        )
     if image.mode not in _MODES:
         raise DataError(
             f"{name} has the mode {image.mode}, more than 8 bits a channel, which would be cut off rather than scaled; "
@@ -242,6 +255,7 @@ def _decoded(image_ref: ImageRef) -> "Image":
     source = image_ref.path if image_ref.data is None else image_ref.data.numpy().tobytes()
     assert source is not None
     with _opened(source, image_ref.name) as image:
+        _size(image, image_ref.name)  # of a file that may have changed since it was opened
         _load(image, image_ref.name)
         return _upright(image, image_ref.name)
 

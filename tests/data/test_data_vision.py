@@ -338,7 +338,7 @@ LONG = "A" * 100_000
         ("<image>", ["."], "is a folder; give the path of an image file in it"),
         ("<image>", [""], "is a folder; give the path of an image file in it"),
         ("<image>", [7], "image 1 is a number, expected a path"),
-        ("<image>", ["long.png"], "image 1 (long.png) has 402 x 2 pixels: absolute aspect ratio must be smaller"),
+        ("<image>", ["long.png"], "image 1 (long.png) has 402 x 2 pixels, sides of more than the 1 to 200 that are"),
         ("<image>", ["huge.png"], "image 1 (huge.png) has 10000 x 9000 pixels, more than the 89,478,485 that are read"),
         ("<image>", ["huger.png"], "image 1 (huger.png) has more than the 89,478,485 pixels that are read; scale it"),
         ("<image>", ["deep.png"], "image 1 (deep.png) has the mode I;16, more than 8 bits a channel"),

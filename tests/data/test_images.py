@@ -2,17 +2,24 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from PIL import Image, ImageOps
 from tiny_models import tiny_vision_model
-from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
+from transformers import (
+    CLIPImageProcessorPil,
+    GotOcr2ImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    PixtralImageProcessorPil,
+    Qwen2VLImageProcessorPil,
+)
 
 from shardwise.config import DataError, ModelError
 from shardwise.data import ImageReader
-from shardwise.data.image_processors import GridProcessor
-from shardwise.families import GridTower
+from shardwise.data.image_processors import GridProcessor, image_processor_for
+from shardwise.families import AnyresTower, GridTower, PixtralTower, TileTower
 
 
 @pytest.fixture
@@ -129,6 +136,48 @@ def test_an_image_without_pixels_is_refused(reader, size, tmp_path):
         reader.open(Image.new("RGB", size), tmp_path, "row 3")
 
 
+SQUARE = {"height": 16, "width": 16}
+TILE = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4, is_cut=False)
+OTHER_KINDS = {
+    "pixtral": (
+        PixtralTower(patch_size=4, merge_size=2, num_channels=3),
+        PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 400}),
+    ),
+    "internvl": (replace(TILE, is_cut=True), GotOcr2ImageProcessorPil(size=SQUARE)),
+    "llava": (TILE, CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SQUARE)),
+    "llava_next": (
+        AnyresTower(tiles=TILE, pinpoints=[(16, 32), (32, 16)]),
+        LlavaNextImageProcessorPil(
+            size={"shortest_edge": 16}, crop_size=SQUARE, image_grid_pinpoints=[[16, 32], [32, 16]]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_the_narrowest_images_are_read_and_narrower_ones_refused(kind, picture, tmp_path):
+    tower, processor = OTHER_KINDS[kind]
+    reader = ImageReader(image_processor_for(tower, processor), tower)
+    for size in ((1, 200), (400, 2)):
+        found = reader.open(picture(0, size), tmp_path, "x")
+        assert len(reader.read([found]).pixel_values) == found.num_patches > 0
+    for size in ((1, 201), (10000, 2)):
+        narrow = rf"^x has {size[0]} x {size[1]} pixels, sides of more than the 1 to 200 that are read; crop it"
+        for cell in (picture(0, size), encoded(picture(0, size))):
+            with pytest.raises(DataError, match=narrow):
+                reader.open(cell, tmp_path, "x")
+
+
+def test_an_image_that_is_scaled_down_to_nothing_is_refused(picture, tmp_path):
+    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3)
+    processor = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 64})
+    reader = ImageReader(image_processor_for(tower, processor), tower)
+    with pytest.raises(
+        DataError, match=r"^x has 100 x 1 pixels, of which the image processor makes 0 x 64: nothing to"
+    ):
+        reader.open(picture(0, (100, 1)), tmp_path, "x")
+
+
 def test_a_photograph_is_turned_as_its_camera_says(reader, picture, tmp_path):
     orientation = Image.Exif()
     orientation[0x0112] = 6
@@ -177,6 +226,9 @@ def test_a_file_that_has_changed_since_is_named(reader, picture, tmp_path):
     found = reader.open("a.png", tmp_path, "line 3: image 1")
     picture(0, (24, 24)).save(tmp_path / "a.png")
     with pytest.raises(DataError, match=r"^line 3: image 1 \(a\.png\) has another size than when the rows were read"):
+        reader.read([found])
+    picture(0, (1000, 1)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"^line 3: image 1 \(a\.png\) has 1000 x 1 pixels, sides of more than"):
         reader.read([found])
     (tmp_path / "a.png").unlink()
     with pytest.raises(DataError, match=r"^line 3: image 1 \(a\.png\): there is no file"):
