@@ -39,7 +39,7 @@ class ImageProcessor(Protocol):
         """Returns what becomes of a picture of so many pixels.
 
         Raises:
-            ValueError: the processor refuses its proportions, or the model its size.
+            ValueError: the model takes no picture of this size; says what to do about it.
         """
         ...
 
@@ -92,10 +92,14 @@ class PixtralProcessor:
         picture = torch.empty(self._tower.num_channels, height, width, device="meta")  # of which it reads the shape
         limits = limit.longest_edge or (limit.height, limit.width)
         size = list(self._resize(picture, limits, token_size, input_data_format="channels_first"))
-        if size == [token_size, token_size]:
-            raise ValueError("it would be a single token, which the model cannot take by itself")
         num_patches = math.prod(size) // self._tower.patch_size**2
-        return Extent(num_patches, self._tower.num_tokens(num_patches), size)
+        num_tokens = self._tower.num_tokens(num_patches)
+        if 0 < num_tokens < self._tower.min_tokens:
+            raise ValueError(
+                f"it would be {num_tokens} token of {token_size} x {token_size} pixels, and the model takes no image "
+                f"of less than {self._tower.min_tokens}; enlarge it"
+            )
+        return Extent(num_patches, num_tokens, size)
 
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """See ImageProcessor."""

@@ -126,9 +126,7 @@ class ImageReader:
         try:
             extent = self._processor.measure(width, height)
         except ValueError as error:
-            raise DataError(
-                f"{name} has {width} x {height} pixels: {error}; scale or crop it, or remove the row"
-            ) from None
+            raise DataError(f"{name} has {width} x {height} pixels: {error}, or remove the row") from None
         if 0 in extent.size:
             raise DataError(
                 f"{name} has {width} x {height} pixels, of which the image processor makes "

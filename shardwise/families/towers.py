@@ -64,13 +64,15 @@ class GridTower:
 @dataclass(frozen=True, slots=True)
 class PixtralTower:
     """Pixtral, which reads whole pictures of all sizes, padded to the largest of them. `Images` hold their patches, and
-    as sizes their height and width in pixels. Mistral 3 takes no image of a single token by itself."""
+    as sizes their height and width in pixels."""
 
     patch_size: int
     """Pixels of a patch in height, and in width."""
     merge_size: int
     """Patches that are merged in height, and in width, into one token."""
     num_channels: int
+    min_tokens: int
+    """That an image has at least: 2 in Mistral 3, whose projector drops the axis of a single feature."""
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -79,6 +81,7 @@ class PixtralTower:
             patch_size=config.vision_config.patch_size,
             merge_size=getattr(config, "spatial_merge_size", 1),
             num_channels=config.vision_config.num_channels,
+            min_tokens=2 if config.model_type == "mistral3" else 1,
         )
 
     @property
@@ -106,8 +109,8 @@ class PixtralTower:
 
     def black(self) -> Images:
         """See Tower."""
-        patches = torch.zeros(2 * self.merge_size**2, self.num_channels * self.patch_size**2)
-        return _image(patches, num_tokens=2, size=[self.token_size, 2 * self.token_size])
+        patches = torch.zeros(self.min_tokens * self.merge_size**2, self.num_channels * self.patch_size**2)
+        return _image(patches, num_tokens=self.min_tokens, size=[self.token_size, self.min_tokens * self.token_size])
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def test_grids_and_patches_are_those_of_the_families_own_processors(kind, option
         assert measured == grid
 
 
-PIXTRAL = PixtralTower(patch_size=4, merge_size=2, num_channels=3)
+PIXTRAL = PixtralTower(patch_size=4, merge_size=2, num_channels=3, min_tokens=2)
 
 
 @pytest.mark.parametrize("size", [{"longest_edge": 48}, {"height": 40, "width": 64}])
@@ -79,12 +79,14 @@ def test_pixtrals_pictures_are_those_of_its_own_processor_in_patches(size):
         assert torch.equal(patches, torch.stack(rows).flatten(1))
 
 
-def test_a_picture_of_a_single_token_is_refused_for_pixtral():
-    """Mistral 3's projector drops the axis of its one feature."""
-    found = image_processor_for(PIXTRAL, PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}))
-    with pytest.raises(ValueError, match="it would be a single token, which the model cannot take by itself"):
+def test_a_picture_of_fewer_tokens_than_the_model_takes_is_refused():
+    """Mistral 3's projector drops the axis of its one feature; Pixtral 12B's does not."""
+    processor = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4})
+    found = image_processor_for(PIXTRAL, processor)
+    with pytest.raises(ValueError, match="1 token of 8 x 8 pixels, and the model takes no image of less than 2; enlar"):
         found.measure(8, 5)
     assert found.measure(9, 5) == Extent(8, 2, [8, 16])
+    assert image_processor_for(replace(PIXTRAL, min_tokens=1), processor).measure(8, 5) == Extent(4, 1, [8, 8])
 
 
 TILES = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4, is_cut=True)

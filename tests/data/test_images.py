@@ -140,7 +140,7 @@ SQUARE = {"height": 16, "width": 16}
 TILE = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4, is_cut=False)
 OTHER_KINDS = {
     "pixtral": (
-        PixtralTower(patch_size=4, merge_size=2, num_channels=3),
+        PixtralTower(patch_size=4, merge_size=2, num_channels=3, min_tokens=2),
         PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 400}),
     ),
     "internvl": (replace(TILE, is_cut=True), GotOcr2ImageProcessorPil(size=SQUARE)),
@@ -169,7 +169,7 @@ def test_the_narrowest_images_are_read_and_narrower_ones_refused(kind, picture, 
 
 
 def test_an_image_that_is_scaled_down_to_nothing_is_refused(picture, tmp_path):
-    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3)
+    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3, min_tokens=2)
     processor = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 64})
     reader = ImageReader(image_processor_for(tower, processor), tower)
     with pytest.raises(

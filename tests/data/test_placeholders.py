@@ -35,7 +35,7 @@ def test_patches_in_one_row_are_one_token_again_and_again(tokenizer, tmp_path):
 @pytest.mark.parametrize("told", [{}, {"image_break_token": "[ROW]"}])
 def test_rows_of_pixtral_end_with_the_marks_of_its_processor(tokenizer, tmp_path, told):
     (tmp_path / "processor_config.json").write_text(json.dumps(told))
-    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3)
+    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3, min_tokens=2)
     placeholder = placeholder_of(tmp_path, tower, tokenizer, tokenizer.convert_tokens_to_ids("[IMG]"))
     processor = pixtral_processor(PixtralImageProcessorPil(), tokenizer, patch_size=4, spatial_merge_size=2, **told)
     for height, width in ((16, 24), (8, 16), (24, 8)):
@@ -62,6 +62,6 @@ def test_a_tokenizer_that_names_no_mark_is_refused_with_where_to_name_it(tokeniz
 
 
 def test_a_tokenizer_without_a_mark_is_refused(tmp_path):
-    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3)
+    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3, min_tokens=2)
     with pytest.raises(ModelError, match=r"the tokenizer has no token '\[IMG_BREAK\]', which the model's processor"):
         placeholder_of(tmp_path, tower, train_tokenizer(["2+3=5"], vocab_size=261), 5)(reference(2, [8, 16]))

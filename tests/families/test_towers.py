@@ -94,7 +94,7 @@ def test_all_of_internvls_tower_is_reached(use_mean_pooling):
 
 
 def test_pixtral_is_given_its_pictures_padded_to_the_largest():
-    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3)
+    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3, min_tokens=2)
     sizes = torch.tensor([[8, 24], [16, 8]])
     num_patches = sizes.prod(1) // 16
     images = Images(
