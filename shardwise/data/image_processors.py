@@ -73,7 +73,7 @@ class GridProcessor:
 
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """See ImageProcessor."""
-        found = self._processor(images=[picture], do_convert_rgb=True, return_tensors="pt")
+        found = _processed(self._processor, picture)
         return found["pixel_values"], found["image_grid_thw"][0].tolist()
 
 
@@ -103,9 +103,7 @@ class PixtralProcessor:
 
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """See ImageProcessor."""
-        found = self._processor(
-            images=[picture], patch_size=self._tower.token_size, do_convert_rgb=True, return_tensors="pt"
-        )
+        found = _processed(self._processor, picture, patch_size=self._tower.token_size)
         patch_size = self._tower.patch_size
         patches = unfold(found["pixel_values"], patch_size, stride=patch_size)[0].T
         return patches.contiguous(), found["image_sizes"][0].tolist()
@@ -135,7 +133,7 @@ class TileProcessor:
 
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """See ImageProcessor."""
-        found = self._processor(images=[picture], do_convert_rgb=True, return_tensors="pt", **self._options)
+        found = _processed(self._processor, picture, **self._options)
         return found["pixel_values"], [picture.height, picture.width]
 
 
@@ -153,7 +151,7 @@ class AnyresProcessor:
         if sizes != tower.pinpoints:
             raise ModelError(
                 f"image_grid_pinpoints={sizes} of the image processor are not {tower.pinpoints}, those of config.json; "
-                "set them in preprocessor_config.json to these"
+                "set them to these"
             )
         self._processor = processor
         self._tower = tower
@@ -168,40 +166,51 @@ class AnyresProcessor:
 
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """See ImageProcessor."""
-        found = self._processor(images=[picture], do_convert_rgb=True, return_tensors="pt")
+        found = _processed(self._processor, picture)
         return found["pixel_values"][0], [picture.height, picture.width]
 
 
-def image_processor_for(tower: Tower, processor: Any) -> ImageProcessor | None:
-    """Wraps transformers' image processor of a model with this tower; None if it belongs to models of another kind.
+def image_processor_for(tower: Tower, processor: Any) -> ImageProcessor:
+    """Wraps transformers' image processor of a model with this tower.
 
     Raises:
-        ModelError: the two do not fit.
+        ModelError: it belongs to models of another kind, or makes what this tower does not read.
     """
-    kind = type(processor).__name__
+    wrap: Callable[[Any, Any], ImageProcessor]
+    kinds: tuple[str, ...]
     match tower:
-        case GridTower() if hasattr(processor, "merge_size"):
-            return GridProcessor(processor, tower)
-        case PixtralTower() if kind.startswith("Pixtral"):
-            return PixtralProcessor(processor, tower)
-        case TileTower(is_cut=True) if kind.startswith("GotOcr2"):
-            return TileProcessor(processor, tower)
-        case TileTower(is_cut=False) if kind.startswith(("CLIP", "Siglip", "LlavaImage")):
-            return TileProcessor(processor, tower)
-        case AnyresTower() if kind.startswith("LlavaNextImage"):
-            return AnyresProcessor(processor, tower)
-    return None
+        case GridTower():
+            wrap, kinds = GridProcessor, ("Qwen2VLImageProcessor", "Glm4vImageProcessor", "Glm46VImageProcessor")
+        case PixtralTower():
+            wrap, kinds = PixtralProcessor, ("PixtralImageProcessor",)
+        case TileTower(is_cut=True):
+            wrap, kinds = TileProcessor, ("GotOcr2ImageProcessor",)
+        case TileTower():
+            wrap, kinds = TileProcessor, ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
+        case AnyresTower():
+            wrap, kinds = AnyresProcessor, ("LlavaNextImageProcessor",)
+    kind = type(processor).__name__
+    if not kind.startswith(kinds):  # the backend follows
+        raise ModelError(
+            f"the image processor is {kind}, and images for this model are prepared by {' or '.join(kinds)}; take the "
+            "file that belongs to the model"
+        )
+    return wrap(processor, tower)
+
+
+def _processed(processor: Any, picture: "Image", **options: Any) -> Any:
+    """What a processor of transformers makes of one picture."""
+    return processor(images=[picture], do_convert_rgb=True, return_tensors="pt", **options)
 
 
 def _require_size(processor: Any, tower: TileTower) -> None:
     """Raises ModelError if tiles have another size than the tower's."""
     key = "crop_size" if processor.do_center_crop else "size"
-    size = getattr(processor, key)
-    if (size.height, size.width) != (tower.height, tower.width):
+    size, expected = dict(getattr(processor, key)), {"height": tower.height, "width": tower.width}
+    if size != expected:
         raise ModelError(
-            f"the image processor makes tiles of {size.height} x {size.width} pixels, and the vision tower reads "
-            f"{tower.height} x {tower.width}; set {key} in preprocessor_config.json to vision_config.image_size of "
-            "config.json"
+            f"the image processor makes tiles of {key}={size}, and the vision tower reads {expected}, "
+            "vision_config.image_size of config.json; set it to that"
         )
 
 

@@ -64,7 +64,8 @@ class ImageReader:
         """Reads it from a model folder; None if that does not say how to prepare images for its tower.
 
         Raises:
-            ModelError: the image processor cannot be loaded, or leaves images in the size that they have.
+            ModelError: the image processor cannot be loaded, is none for this tower, or leaves images in the size that
+                they have.
         """
         path = next((folder / name for name, key in _CONFIGS.items() if read_keys(folder / name, key)), None)
         tower = None if path is None else tower_of(read_model_config(folder))
@@ -80,9 +81,10 @@ class ImageReader:
                 f"{path}: the image processor cannot be loaded ({' '.join(str(error).split())[:300]}); it needs the "
                 "package pillow (pip install pillow)"
             ) from None
-        processor = image_processor_for(tower, found)
-        if processor is None:
-            return None
+        try:
+            processor = image_processor_for(tower, found)
+        except ModelError as error:
+            raise ModelError(f"{path}: {error}") from None
         if not found.do_resize:
             raise ModelError(f"{path}: do_resize=false is not supported, for images come in all sizes; set it to true")
         return cls(processor, tower)

@@ -91,12 +91,13 @@ def test_a_picture_of_fewer_tokens_than_the_model_takes_is_refused():
 
 TILES = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4, is_cut=True)
 ONE_TILE = replace(TILES, is_cut=False)
+SQUARE = {"height": 16, "width": 16}
 
 
 @pytest.mark.parametrize("options", [{"crop_to_patches": False, "max_patches": 6}, {"min_patches": 2}])
 def test_internvls_tiles_are_those_of_its_own_processor(options):
     """Which cuts pictures whatever its file says."""
-    processor = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, **options)
+    processor = GotOcr2ImageProcessorPil(size=SQUARE, **options)
     found = image_processor_for(TILES, processor)
     assert isinstance(found, TileProcessor)
     for width, height in [(16, 8), (24, 24), (20, 36), (3, 40), (64, 48), (100, 30)]:
@@ -109,20 +110,26 @@ def test_internvls_tiles_are_those_of_its_own_processor(options):
 
 
 def test_tiles_of_another_size_than_the_towers_are_refused_with_both():
-    with pytest.raises(ModelError, match=r"tiles of 384 x 384 pixels, and the vision tower reads 16 x 16; set size in"):
+    tiles = "makes tiles of "
+    with pytest.raises(ModelError) as error:
         image_processor_for(TILES, GotOcr2ImageProcessorPil())
-    with pytest.raises(
-        ModelError, match=r"tiles of 224 x 224 pixels, and .* 16 x 16; set crop_size in preprocessor_con"
-    ):
+    assert f"{tiles}size={SQUARE | {'height': 384, 'width': 384}}, and the vision tower reads {SQUARE}" in str(
+        error.value
+    )
+    with pytest.raises(ModelError) as error:
         image_processor_for(ONE_TILE, CLIPImageProcessorPil())
+    assert f"{tiles}crop_size={SQUARE | {'height': 224, 'width': 224}}, and" in str(error.value)
+    with pytest.raises(ModelError) as error:
+        image_processor_for(ONE_TILE, CLIPImageProcessorPil(do_center_crop=False))
+    assert f"{tiles}size={{'shortest_edge': 224}}, and" in str(error.value)
 
 
 @pytest.mark.parametrize(
     "processor",
     [
-        CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 16, "width": 16}),
-        LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, do_pad=True),
-        SiglipImageProcessorPil(size={"height": 16, "width": 16}),
+        CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size=SQUARE),
+        LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size=SQUARE, do_pad=True),
+        SiglipImageProcessorPil(size=SQUARE),
     ],
 )
 def test_llavas_one_tile_is_that_of_its_own_processor(processor):
@@ -141,8 +148,7 @@ ANYRES = AnyresTower(tiles=ONE_TILE, pinpoints=[tuple(size) for size in PINPOINT
 
 
 def test_llava_nexts_tiles_are_those_of_its_own_processor():
-    square = {"height": 16, "width": 16}
-    processor = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=square, image_grid_pinpoints=PINPOINTS)
+    processor = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS)
     found = image_processor_for(ANYRES, processor)
     assert isinstance(found, AnyresProcessor)
     counting = SimpleNamespace(image_processor=processor, patch_size=8, num_additional_image_tokens=0)
@@ -158,14 +164,16 @@ def test_llava_nexts_tiles_are_those_of_its_own_processor():
         ModelError, match=r"image_grid_pinpoints=\[\(16, 32\)\] of the image processor are not \[\(16, 32"
     ):
         image_processor_for(
-            ANYRES, LlavaNextImageProcessorPil(size=square, crop_size=square, image_grid_pinpoints=PINPOINTS[:1])
+            ANYRES, LlavaNextImageProcessorPil(size=SQUARE, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS[:1])
         )
 
 
 @pytest.mark.parametrize("tower", [GridTower(merge_size=2, num_values=96), PIXTRAL, TILES, ANYRES])
-def test_a_processor_of_another_kind_prepares_nothing(tower):
-    assert image_processor_for(tower, CLIPImageProcessorPil()) is None
-    assert image_processor_for(ONE_TILE, GotOcr2ImageProcessorPil(size={"height": 16, "width": 16})) is None
+def test_a_processor_of_another_kind_is_refused_with_those_that_are_read(tower):
+    with pytest.raises(ModelError, match=r"the image processor is CLIPImageProcessorPil, and .* prepared by \w+Image"):
+        image_processor_for(tower, CLIPImageProcessorPil())
+    with pytest.raises(ModelError, match=r"by CLIPImageProcessor or SiglipImageProcessor or LlavaImageProcessor; take"):
+        image_processor_for(ONE_TILE, GotOcr2ImageProcessorPil(size=SQUARE))
 
 
 def test_keys_of_a_file_that_is_not_there_are_none(tmp_path):

@@ -244,11 +244,13 @@ def test_several_are_read_in_their_order(reader, tmp_path):
 
 
 def test_only_a_processor_for_the_tower_of_the_model_is_taken(model_folder):
-    """A model with the processor of another kind goes on learning from text."""
-    CLIPImageProcessorPil().save_pretrained(model_folder)
     assert ImageReader.load(model_folder) is None
+    CLIPImageProcessorPil().save_pretrained(model_folder)
+    path = rf"^{model_folder}/preprocessor_config\.json: "
+    with pytest.raises(ModelError, match=path + r"the image processor is CLIPImageProcessorPil, and .* by Qwen2VLIma"):
+        ImageReader.load(model_folder)
     Qwen2VLImageProcessorPil(do_resize=False).save_pretrained(model_folder)
-    with pytest.raises(ModelError, match=r"preprocessor_config\.json: do_resize=false is not supported"):
+    with pytest.raises(ModelError, match=path + r"do_resize=false is not supported"):
         ImageReader.load(model_folder)
     Qwen2VLImageProcessorPil().save_pretrained(model_folder)
     assert ImageReader.load(model_folder) is not None
