@@ -69,7 +69,7 @@ def preference_pairs(
     for row in rows:
         margin = _margin(config, row)
         sides, image_refs = _render_pair(config, row, tokenizer, vision, media_token_ids)
-        fitted = fit(config, row, sides) if sides else None
+        fitted = fit(config, row, sides, image_refs) if sides else None
         if fitted is None:
             num_identical += not sides
             continue
@@ -124,7 +124,7 @@ def labelled_samples(
     for row in rows:
         reward = 1.0 if _label(config, row) else -1.0
         rendered, image_refs = _render_answer(config, row, tokenizer, vision, media_token_ids)
-        fitted = fit(config, row, rendered)
+        fitted = fit(config, row, rendered, image_refs)
         if fitted is None:
             continue
         num_truncated += fitted != rendered

@@ -66,8 +66,8 @@ def supervised_samples(
 ) -> Loaded[Sample]:
     """Reads rows with an answer to learn: conversations, or a prompt and a response.
 
-    `config.on_overlong` decides on a sequence over `config.max_sequence_tokens`: truncate cuts off its end, with any
-    image that would be cut in two, and drops the row where nothing to train is left.
+    `config.on_overlong` decides on a sequence over `config.max_sequence_tokens`: truncate cuts off its end (of a row
+    with images all that stands behind the last trained token), and drops the row where nothing to train is left.
 
     Args:
         vision: shows images to a model that sees them; None refuses rows that have any.
@@ -81,16 +81,17 @@ def supervised_samples(
     num_truncated = 0
     for row in rows:
         rendered, seen = _tokenize_supervised(config, row, tokenizer, vision, unshown)
-        fitted = fit(config, row, [rendered])
+        fitted = fit(config, row, [rendered], seen)
         if fitted is None:
             continue
         ((token_ids, loss_mask),) = fitted
-        if vision is not None and seen:
-            length, seen = vision.whole(token_ids, seen)
+        is_truncated = (token_ids, loss_mask) != rendered
+        if vision is not None and seen and is_truncated:
+            # Nothing is learnt from what stands behind, such as an image that has lost its end.
+            length = len(loss_mask) - loss_mask[::-1].index(True)
             token_ids, loss_mask = token_ids[:length], loss_mask[:length]
-            if not any(loss_mask):
-                continue
-        num_truncated += (token_ids, loss_mask) != rendered
+            seen = vision.within(token_ids, seen)
+        num_truncated += is_truncated
         samples.append(make_sample(row.origin, token_ids, loss_mask, image_refs=seen, vision=vision))
     counts = {"num_rows": len(rows), "num_dropped": len(rows) - len(samples), "num_truncated": num_truncated}
     return loaded_sequences(config, files, samples, counts)
@@ -142,7 +143,9 @@ def prompt_examples(
         overlong = len(prompt_ids) > limit
         if overlong and (config.on_overlong == "error" or (image_refs and config.on_overlong == "truncate")):
             policies = "drop (one with images is not truncated)" if image_refs else "drop or truncate"
-            raise DataError(_overlong(row, "prompt", len(prompt_ids), "data.max_prompt_tokens", limit, policies))
+            raise DataError(
+                _overlong(row, "prompt", len(prompt_ids), image_refs, "data.max_prompt_tokens", limit, policies)
+            )
         if overlong and config.on_overlong == "drop":
             continue
         num_truncated += overlong
@@ -172,9 +175,13 @@ def check_prompt_row(config: EvalDataConfig, row: Row, *, is_judged: bool) -> No
         _ground_truth(config, row)
 
 
-def fit(config: SequenceDataConfig, row: Row, sequences: list[Rendered]) -> list[Rendered] | None:
+def fit(
+    config: SequenceDataConfig, row: Row, sequences: list[Rendered], image_refs: Sequence[ImageRef] = ()
+) -> list[Rendered] | None:
     """Fits the sequences of one row into `config.max_sequence_tokens`: each is cut there, or stays as it is.
 
+    Args:
+        image_refs: the images of each sequence, for the error.
     Returns:
         the sequences, or None where the row is dropped: by `config.on_overlong`, or because one of its sequences has
         nothing left to train.
@@ -184,7 +191,8 @@ def fit(config: SequenceDataConfig, row: Row, sequences: list[Rendered]) -> list
     limit = config.max_sequence_tokens
     longest = max(len(token_ids) for token_ids, _ in sequences)
     if longest > limit and config.on_overlong == "error":
-        raise DataError(_overlong(row, "sequence", longest, "data.max_sequence_tokens", limit, "drop or truncate"))
+        setting, policies = "data.max_sequence_tokens", "drop or truncate"
+        raise DataError(_overlong(row, "sequence", longest, image_refs, setting, limit, policies))
     if longest > limit and config.on_overlong == "drop":
         return None
     cut = [(token_ids[:limit], loss_mask[:limit]) for token_ids, loss_mask in sequences]
@@ -441,9 +449,19 @@ def _ground_truth(config: EvalDataConfig, row: Row) -> Any:
     return ground_truth
 
 
-def _overlong(row: Row, what: str, num_tokens: int, setting: str, limit: int, policies: str) -> str:
+def _overlong(
+    row: Row,
+    what: str,
+    num_tokens: int,
+    image_refs: Sequence[ImageRef],
+    setting: str,
+    limit: int,
+    policies: str,
+) -> str:
+    of_images = sum(image_ref.num_tokens for image_ref in image_refs)
+    seen = f", of which {of_images} stand for {counted(len(image_refs), 'image')}" if image_refs else ""
     return (
-        f"{row.origin}: the {what} has {num_tokens} tokens, more than {setting}={limit}; "
+        f"{row.origin}: the {what} has {num_tokens} tokens{seen}, more than {setting}={limit}; "
         f"raise it, or set data.on_overlong to {policies}"
     )
 

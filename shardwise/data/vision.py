@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +117,13 @@ class Vision:
         places = [place for place, token_id in enumerate(tokens) if token_id == self._image_token_id]
         if len(places) != len(image_refs):
             token = self._tokenizer.decode([self._image_token_id])
+            advice = (
+                "text part or tool call spells it; remove it there"
+                if token == PLACEHOLDER  # LLaVA's, which stands for an image in a string
+                else f"message writes it itself; write {PLACEHOLDER} for an image, and leave the model's own token out"
+            )
             raise DataError(
-                f"{origin}: the text has {len(places)} times {token!r} for {len(image_refs)} images, so a message "
-                f"writes it itself; write {PLACEHOLDER} for an image, and leave the model's own token out"
+                f"{origin}: the text has {len(places)} times {token!r} for {len(image_refs)} images, so a {advice}"
             )
         for number, (place, following) in enumerate(pairwise(places), start=1):
             if following == place + 1 and self.finds_positions:
@@ -138,17 +142,11 @@ class Vision:
             mask += [is_trained and not is_image] * len(inserted)
         return expanded, mask
 
-    def whole(self, tokens: list[int], image_refs: Sequence[ImageRef]) -> tuple[int, list[ImageRef]]:
-        """Of a sequence whose end was cut off: how many of its tokens end before an image that was cut in two, and the
-        images that are whole."""
-        places = [place for place, token_id in enumerate(tokens) if token_id == self._image_token_id]
-        kept: list[ImageRef] = []
-        for image_ref in image_refs:
-            if image_ref.num_tokens > len(places):
-                return places[0] if places else len(tokens), kept
-            kept.append(image_ref)
-            places = places[image_ref.num_tokens :]
-        return len(tokens), kept
+    def within(self, tokens: list[int], image_refs: Sequence[ImageRef]) -> list[ImageRef]:
+        """The images that are left of a sequence whose end was cut off behind words: those that stand before."""
+        num_tokens = tokens.count(self._image_token_id)
+        ends = accumulate(image_ref.num_tokens for image_ref in image_refs)
+        return [image_ref for image_ref, end in zip(image_refs, ends, strict=True) if end <= num_tokens]
 
     @property
     def finds_positions(self) -> bool:

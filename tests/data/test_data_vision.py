@@ -37,7 +37,7 @@ from shardwise.data.sources import Row
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.model_config import media_token_ids
 from shardwise.recipes.sampling.samples import to_samples
-from shardwise.types import Completion, ImageRef, RolloutGroup
+from shardwise.types import Completion, RolloutGroup
 
 START, PAD, END, VIDEO_PAD = 261, 262, 263, 264
 
@@ -196,11 +196,11 @@ PROCESSORS = {
 """Those that are not Qwen3-VL's."""
 
 
-def learn_row(folder, tokenizer, config, messages, images):
+def learn_row(folder, tokenizer, config, messages, images, **settings):
     """The sample that a row becomes for the model in a folder."""
     (folder / "rows.jsonl").write_text(json.dumps({"messages": messages, "images": images}), encoding="utf-8")
     loaded = supervised_samples(
-        SupervisedDataConfig(),
+        SupervisedDataConfig(**settings),
         [str(folder / "rows.jsonl")],
         tokenizer,
         max_rows=None,
@@ -283,6 +283,11 @@ def test_rows_with_marks_of_the_models_own_processor_are_what_it_makes_of_them(f
         assert torch.equal(tensor, torch.as_tensor(expected[name])), name
     with pytest.raises(DataError, match=r"the text has 1 times |the messages have places for 1: "):
         learn_row(tmp_path, tokenizer, model.config, talk(f"a {MARKED[family][0][0]} b"), [])
+    advice = (
+        "text part or tool call spells it; remove it there" if "llava" in family else "message writes it itself; wr"
+    )
+    with pytest.raises(DataError, match=rf"has 1 times '.*' for 0 images, so a {advice}"):
+        learn_row(tmp_path, tokenizer, model.config, talk([{"type": "text", "text": MARKED[family][0][0]}]), [])
 
 
 @pytest.mark.parametrize("template", [LLAVA_1_5, LLAVA_1_6_MISTRAL], ids=["llava-1.5", "llava-1.6"])
@@ -304,17 +309,24 @@ def test_rows_of_a_template_that_writes_images_first_have_them_first(family, tem
             learn(talk(behind), ["0.png"] * 2)
 
 
-def test_rows_of_an_image_are_cut_off_with_its_beginning(tmp_path):
-    """Pixtral's: the tokens that are left of it are not those at the end alone."""
-    tokenizer = train_tokenizer(["2+3=5"], vocab_size=261)
-    image_refs = [ImageRef(name="?", path="?", num_patches=0, num_tokens=count, size=[0, 0]) for count in (2, 4)]
-    vision = Vision(tokenizer, None, 5, None, None)
-    rows = [9, 5, 8, 5, 7, 9, 5, 5, 8, 5, 5, 7, 9]
-    assert vision.whole(rows, image_refs) == (13, image_refs)
-    for length in range(6, 11):
-        assert vision.whole(rows[:length], image_refs) == (6, image_refs[:1])
-    assert vision.whole(rows[:3], image_refs) == (1, [])
-    assert vision.whole(rows[:1], image_refs) == (1, [])
+@pytest.mark.parametrize("limit", range(18, 50))
+def test_of_a_truncated_row_images_are_kept_before_what_is_trained_and_whole(limit, tmp_path):
+    """Pixtral's have tokens among and behind theirs that are not those of images."""
+    model, tokenizer, _ = prepare_marked("mistral3", tmp_path)
+    Image.effect_noise((20, 44), 90).convert("RGB").save(tmp_path / "0.png")
+    messages = [*talk("q", "first"), *talk([IMAGE, TEXT], "second")]
+    whole = learn_row(tmp_path, tokenizer, model.config, messages, ["0.png"])
+    found = learn_row(
+        tmp_path, tokenizer, model.config, messages, ["0.png"], max_sequence_tokens=limit, on_overlong="truncate"
+    )
+    length = len(found.token_ids)
+    assert length <= limit
+    assert torch.equal(found.token_ids, whole.token_ids[:length])
+    if length < len(whole.token_ids):
+        assert found.loss_mask[-1]
+    assert torch.equal(found.loss_mask, whole.loss_mask[:length])
+    assert not whole.loss_mask[length:limit].any()
+    assert found.image_refs == (whole.image_refs if model.config.image_token_id in found.token_ids else [])
 
 
 LONG = "A" * 100_000
@@ -388,10 +400,12 @@ def test_an_image_that_would_be_cut_in_two_goes_with_the_end_of_its_row(load, pi
     (sample,), loaded = load([row], max_sequence_tokens=whole - 6, on_overlong="truncate")
     assert loaded.counts == {"num_rows": 1, "num_dropped": 0, "num_truncated": 1}
     assert sample.images.sizes.tolist() == [[1, 6, 6]]
-    assert sample.token_ids[-1] == START
+    assert tokenizer.decode(sample.token_ids).endswith("5<|end|>")
     assert sample.position_ids.shape == (3, len(sample.token_ids))
     with pytest.raises(DataError, match="0 of 1 rows left"):  # nothing before the first image is trained
         load([row], max_sequence_tokens=6, on_overlong="truncate")
+    with pytest.raises(DataError, match=rf"the sequence has {whole} tokens, of which 18 stand for 2 images, more than"):
+        load([row], max_sequence_tokens=whole - 6)
 
 
 def test_a_prompt_with_a_response_has_images_too(load, picture, tokenizer):
@@ -524,7 +538,10 @@ def test_prompts_whose_images_cannot_be_shown_are_refused(ask, picture, tmp_path
     row = {"prompt": "<image>Which?", "answer": "5", "images": ["a.png"]}
     with pytest.raises(DataError, match=r"line 1: column \"images\" has images, .* rollout\.engine=embedded"):
         ask([row], vision=None)
-    with pytest.raises(DataError, match=r"=3; .* to drop \(one with images is not truncated\)$"):
+    with pytest.raises(
+        DataError,
+        match=r"tokens, of which 2 stand for 1 image, more .*=3; .* to drop \(one with images is not truncated\)$",
+    ):
         ask([row], max_prompt_tokens=3, on_overlong="truncate")
 
 
