@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.config import ModelConfig, ModelError
+from shardwise.data.image_processors import read_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+LEGACY_TEMPLATE = "chat_template.json"
+"""Where older folders of models that see images have their chat template: a file of their processor."""
 
 
 def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
@@ -42,6 +46,8 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
         )
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
+    elif tokenizer.chat_template is None:
+        tokenizer.chat_template = read_keys(Path(path) / LEGACY_TEMPLATE).get("chat_template")
     return tokenizer
 
 

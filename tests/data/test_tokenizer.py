@@ -24,6 +24,20 @@ def test_load_tokenizer_takes_the_given_folder_and_template(tmp_path, model_fold
     assert other.chat_template == "{{ messages[0].content }}!"
 
 
+def test_a_template_of_an_older_folder_is_read_where_the_tokenizer_has_none(model_folder, tokenizer):
+    """Beside it, as a file of the processor."""
+    (model_folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}?"}))
+    config = ModelConfig(path=str(model_folder))
+    assert load_tokenizer(config).chat_template == tokenizer.chat_template
+    (model_folder / "chat_template.jinja").unlink()
+    assert load_tokenizer(config).chat_template == "{{ messages[0].content }}?"
+    (model_folder / "chat_template.json").write_text("{")
+    with pytest.raises(ModelError, match=r"chat_template\.json cannot be read"):
+        load_tokenizer(config)
+    (model_folder / "chat_template.json").unlink()
+    assert load_tokenizer(config).chat_template is None
+
+
 def test_load_tokenizer_does_not_need_a_pad_token(tmp_path, tokenizer):
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)

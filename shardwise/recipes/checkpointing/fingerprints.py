@@ -23,8 +23,16 @@ Example: `{"model.path": [["config.json", "5d41402abc4b2a76"], ["model.safetenso
 _WEIGHTS = ".safetensors"
 _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        "chat_template.jinja",
+        "chat_template.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "tokenizer.model",
+        "spiece.model",
+    ),
 )
 _BLOCK_BYTES = 1 << 20
 """Bytes that are read at once; also the size from which weights are hashed only in parts."""
