@@ -7,9 +7,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from shardwise.config import ModelError
-from shardwise.families import Tower, backbone, finds_positions, takes_images, tower_of, vision_reason
+from shardwise.families import PixtralTower, Tower, backbone, finds_positions, takes_images, tower_of, vision_reason
 from shardwise.types import GenerateRequest, Images
 
 
@@ -69,15 +70,22 @@ class CachedVisionTower:
         return cls(model, tower, device) if tower is not None and takes_images(model) else None
 
     def look(self, images: Sequence[Images]) -> dict[str, Any]:
-        """Runs the tower once over the images of all prompts, in their order.
+        """Runs the tower over the images of all prompts, in their order: once, but prompt by prompt for Pixtral, whose
+        mask over all patches takes memory by their square.
 
         Returns:
             Keyword arguments for the backbone's forward.
         """
         if not images:
             return {}
-        arguments = self._tower.arguments(Images.joined(images).to(self._device))
-        return {"mm_encoder_outputs": {"image": self._backbone.get_image_features(**arguments, return_dict=True)}}
+        runs = images if isinstance(self._tower, PixtralTower) else [Images.joined(images)]
+        arguments = (self._tower.arguments(run.to(self._device)) for run in runs)
+        seen, *others = [self._backbone.get_image_features(**own, return_dict=True) for own in arguments]
+        if others:
+            seen = BaseModelOutputWithPooling(
+                pooler_output=[feature for one in (seen, *others) for feature in one.pooler_output]
+            )
+        return {"mm_encoder_outputs": {"image": seen}}
 
     def places(self, prompts: Sequence[Tensor], images: Sequence[Images | None]) -> tuple[Tensor, Tensor]:
         """Computes positions of tokens in time, height and width, with the model's own method (M-RoPE); where it has

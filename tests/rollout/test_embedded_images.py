@@ -23,7 +23,7 @@ from shardwise.model_config import media_token_ids
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import Sample
 
-QUICK = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+QUICK = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "mistral3", "llava_next")
 GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [], [(1, 2, 4)], [(1, 8, 4), (1, 2, 2), (1, 4, 4)]]
 MAX_TOKENS = 9
 asking = partial(request_of, max_tokens=MAX_TOKENS, temperature=0.0)
@@ -122,6 +122,18 @@ def test_the_completions_of_a_group_are_sampled_by_the_policy(model, folder, sam
             assert_own_logprobs(model, sample, completion)
     if max_rows == 32:
         assert sum(num_seen) == 4  # prompts that have images
+
+
+@pytest.mark.parametrize("model", ["mistral3"], indirect=True)
+def test_pixtral_looks_at_the_images_of_one_prompt_at_a_time(folder, samples):
+    """Its mask is over all patches of what it looks at."""
+    engine = open_engine(folder)
+    num_seen = []
+    engine._cached.sight._backbone.vision_tower.register_forward_pre_hook(
+        lambda module, args, kwargs: num_seen.append(len(kwargs["image_sizes"])), with_kwargs=True
+    )
+    engine.generate([asking(sample) for sample in samples])
+    assert sorted(num_seen) == [1, 1, 2, 3]
 
 
 def test_logprobs_of_known_prompts_are_those_that_the_policy_gives_behind_their_images(model, folder, samples):
