@@ -39,7 +39,7 @@ BLOCKS = {
 """Path of a tower's blocks and the dtype of the angles by which they rotate, if not as with Qwen and GLM."""
 
 
-@pytest.fixture(scope="module", params=vision_families("qwen3_vl"))
+@pytest.fixture(scope="module", params=vision_families("qwen3_vl", "mistral3"))
 def family(request):
     return request.param
 
@@ -101,7 +101,7 @@ def assert_same_step(found, expected):
     torch.testing.assert_close(found[2], expected[2], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", vision_families("qwen3_vl", "qwen2_5_vl", "glm4v"), indirect=True)
+@pytest.mark.parametrize("family", vision_families("qwen3_vl", "qwen2_5_vl", "glm4v", "mistral3"), indirect=True)
 def test_traps_06_and_10_packed_samples_with_images_are_each_what_they_are_alone(run_ranks, family, folder):
     """Positions and deep-stack features too: one pack holds two images, none, one and none; transformers computes each
     sample by itself."""

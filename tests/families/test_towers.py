@@ -1,16 +1,20 @@
 """What vision towers are given, and how many tokens they make of it, against the models themselves."""
 
+import random
+
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_vision_model
 from transformers import InternVLForConditionalGeneration, LlavaConfig, LlavaForConditionalGeneration
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 from vision_samples import padded, vision_families
 
-from shardwise.families import PixtralTower, backbone, tower_of, unreached_modules, vision_paths
+from shardwise.families import AnyresTower, PixtralTower, TileTower, backbone, tower_of, unreached_modules, vision_paths
 from shardwise.types import Images
 
 
-@pytest.mark.parametrize("family", vision_families("qwen2_5_vl", "glm4v"))
+@pytest.mark.parametrize("family", vision_families("qwen2_5_vl", "glm4v", "mistral3", "llava_next"))
 def test_a_tower_makes_of_its_smallest_image_as_many_features_as_it_says(family):
     model = tiny_vision_model(family)
     tower = tower_of(model.config)
@@ -107,6 +111,21 @@ def test_pixtral_is_given_its_pictures_padded_to_the_largest():
     assert given["image_sizes"] == sizes.tolist()
     assert torch.equal(given["pixel_values"], padded(images))
     assert given["pixel_values"].shape == (2, 3, 16, 24)
+
+
+def test_tokens_of_llava_next_are_the_features_that_the_model_keeps():
+    """For pictures of random proportions and the pinpoints of LLaVA 1.6."""
+    pinpoints = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
+    tile = TileTower(num_channels=3, height=336, width=336, tokens_per_tile=576, is_cut=False)
+    tower = AnyresTower(tiles=tile, pinpoints=pinpoints)
+    drawn = random.Random(1)
+    for number in range(300):
+        size = (drawn.randint(1, 30 if number % 3 == 0 else 3000), drawn.randint(1, 3000))
+        pinpoint = select_best_resolution(size, pinpoints)
+        rows, columns = get_anyres_image_grid_shape(size, pinpoints, 336)
+        kept = unpad_image(torch.empty(1, rows * 24, columns * 24, device="meta"), size)
+        assert tower.num_tokens(pinpoint, size) == 576 + kept.shape[1] * (kept.shape[2] + 1), size
+        assert tower.num_patches(pinpoint) == 1 + rows * columns
 
 
 def test_a_model_of_words_has_no_tower():
