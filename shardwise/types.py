@@ -58,7 +58,7 @@ class ImageRef:
     num_patches: int
     num_tokens: int
     size: list[int]
-    """Of its row in `Images.sizes`."""
+    """The row of the image in `Images.sizes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ class Extent:
     num_patches: int
     num_tokens: int
     size: list[int]
-    """Of its row in `Images.sizes`."""
+    """The row of the picture in `Images.sizes`."""
 
 
 class ImageProcessor(Protocol):

@@ -38,8 +38,12 @@ def placeholder_of(
         rows = [*[image_token_id] * width, row_end] * height
         return [*rows[:-1], image_end]
 
+    @cache
+    def tile_marks() -> list[int]:
+        return [_named_token_id(tokenizer, name, folder) for name in _TILE_MARKS]
+
     def between_marks(image_ref: ImageRef) -> list[int]:
-        start, end = (_named_token_id(tokenizer, name, folder) for name in _TILE_MARKS)
+        start, end = tile_marks()
         return [start, *[image_token_id] * image_ref.num_tokens, end]
 
     match tower:
