@@ -193,7 +193,7 @@ def image_processor_for(tower: Tower, processor: Any) -> ImageProcessor:
     if not kind.startswith(kinds):  # the backend follows
         raise ModelError(
             f"the image processor is {kind}, and images for this model are prepared by {' or '.join(kinds)}; take the "
-            "file that belongs to the model"
+            "file that belongs to the model, or remove it to learn from words alone"
         )
     return wrap(processor, tower)
 
