@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 _ANY_PROMPT, _ANY_TURN = "prompt", "<[any turn]>"
 """Stand-ins for a prompt and a turn: what a template writes after a turn does not depend on what the turn says."""
-_ANY_WORDS = "8675309"
-"""Stand-in for the words of a message that a template cannot rewrite: digits have no case and are never escaped."""
+_ANY_WORDS, _OTHER_WORDS = "some words", "and others"
+_CONVERSATIONS = (("user",), ("user", "assistant", "user"), ("system", "user"))
+"""Roles of the conversations that show how a template takes words; some take no other."""
 _BEFORE, _SPACE = "\n", "\N{LOWER ONE EIGHTH BLOCK}"
 """Text that no word continues, and SentencePiece's own character for a space."""
 
@@ -280,23 +281,34 @@ def _with_words(message: Message, form: Callable[[str], Any]) -> Message:
 @lru_cache(maxsize=8)
 def _form_of_words(tokenizer: "PreTrainedTokenizerBase", template: str) -> Callable[[str], Any]:
     """Finds the form in which a chat template takes words: a string, or a list of one part, as LLaVA's do, which write
-    nothing of a string. One that refuses any message of a user alone is given strings.
+    the same whatever a string says. One that refuses all that is tried is given strings.
 
     Raises:
         ValueError: it writes words in neither form.
     """
 
-    def written(form: Callable[[str], Any]) -> str | None:
-        message = {"role": "user", "content": form(_ANY_WORDS)}
+    def written(form: Callable[[str], Any], roles: Sequence[str], words: str) -> str | None:
+        messages = [{"role": role, "content": form(words)} for role in roles]
         try:
-            return str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
+            return str(
+                tokenizer.apply_chat_template(
+                    messages, chat_template=template, tokenize=False, add_generation_prompt=True
+                )
+            )
         except Exception:  # as above
             return None
 
-    of_string, of_part = written(str), written(_part)
-    if _ANY_WORDS not in (of_string or "") and _ANY_WORDS in (of_part or ""):
+    def tells(form: Callable[[str], Any]) -> list[bool]:
+        """Of the conversations that it takes: whether other words are written as another text, and no list as it is."""
+        texts = [(written(form, roles, _ANY_WORDS), written(form, roles, _OTHER_WORDS)) for roles in _CONVERSATIONS]
+        return [one != other and "'type'" not in one for one, other in texts if one is not None]
+
+    of_string = tells(str)
+    if any(of_string):
+        return str
+    if any(tells(_part)):
         return _part
-    if of_string is not None and _ANY_WORDS not in of_string:
+    if of_string:
         raise ValueError("it writes no word of a user's message, neither of a string nor of a list of parts")
     return str
 

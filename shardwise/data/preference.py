@@ -1,7 +1,7 @@
 """Turns data files into what preference and reward-model training consume: pairs of answers, or labelled answers."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,7 +214,7 @@ def _render_pair(
     if chosen == rejected:
         return [], []
     start = _parting(config, row, chosen, rejected)
-    answers = dict(zip(columns, (chosen[start:], rejected[start:]), strict=True))
+    answers = [chosen[start:], rejected[start:]]
     return _render_answers(config, row, chosen[:start], answers, tokenizer, vision, media_token_ids)
 
 
@@ -231,32 +231,32 @@ def _render_answer(
         return [_render_plain(config, row, column, tokenizer, media_token_ids)], []
     messages = _conversation(config, row, column)
     last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-    return _render_answers(config, row, messages[:last], {column: messages[last:]}, tokenizer, vision, media_token_ids)
+    return _render_answers(config, row, messages[:last], [messages[last:]], tokenizer, vision, media_token_ids)
 
 
 def _render_answers(
     config: PreferenceDataConfig,
     row: Row,
     context: list[Message],
-    answers: Mapping[str, list[Message]],
+    answers: Sequence[list[Message]],
     tokenizer: "PreTrainedTokenizerBase",
     vision: Vision | None,
     media_token_ids: Collection[int],
 ) -> tuple[list[Rendered], list[ImageRef]]:
-    """Renders the context with each of the answers, which are given by their columns, and returns these sequences with
-    the images of the context, which are taken once."""
-    messages = [*context, *(message for answer in answers.values() for message in answer)]
+    """Renders the context with each of the answers, and returns these sequences with the images of the context, which
+    are taken once."""
+    messages = [*context, *(message for answer in answers for message in answer)]
     words, image_refs = take_images(config, row, messages, vision, num_context=len(context))
-    shared, others = words[: len(context)], words[len(context) :]
+    shared, others = with_system_prompt(words[: len(context)], config.system_prompt), words[len(context) :]
     tools, unshown = tool_schemas(config, row), unshown_ids(media_token_ids, vision)
     sides = []
-    for column, answer in answers.items():
+    for answer in answers:
         side, others = [*shared, *others[: len(answer)]], others[len(answer) :]
         rendered = render_conversation(
             tokenizer,
-            plain_cell(row, column, side),
+            side,
             row.origin,
-            trained_from=len(context),
+            trained_from=len(shared),
             tools=tools,
             media_token_ids=unshown,
         )
@@ -302,8 +302,8 @@ def _plain_parts(config: PreferenceDataConfig, row: Row, column: str) -> tuple[s
 
 
 def _conversation(config: PreferenceDataConfig, row: Row, column: str) -> list[Message]:
-    """Returns the messages that the answer in `column` answers, followed by this answer. A content may be a list of
-    parts, with images as the row has them."""
+    """Returns the messages that the answer in `column` answers, without a system prompt of the config's, followed by
+    this answer. A content may be a list of parts, with images as the row has them."""
     cell = _cell(config, row, column)
     if not isinstance(cell, str | list):
         raise DataError(
@@ -313,16 +313,26 @@ def _conversation(config: PreferenceDataConfig, row: Row, column: str) -> list[M
     answer = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
     messages = checked_messages(answer, f'{row.origin}: column "{column}"', may_have_parts=True)
     if messages[0]["role"] != "assistant":
-        return with_system_prompt(messages, config.system_prompt)
+        return messages
     given = _cell(config, row, config.prompt_column)
     prompt = given if isinstance(given, list) else get_prompt(config, row)
-    return [*prompt_messages(prompt, config.system_prompt, row.origin, may_have_parts=True), *messages]
+    return [*prompt_messages(prompt, None, row.origin, may_have_parts=True), *messages]
 
 
 def _cell(config: PreferenceDataConfig, row: Row, column: str) -> Any:
-    """Returns the cell of a column as plain JSON values; a list, in which images may be bytes, as it is."""
+    """Returns the cell of a column as plain JSON values, but contents that are lists, in which images may be bytes, as
+    they are."""
     cell = get_cell(row, column)
-    return cell if isinstance(cell, list) else get_column(row, column, config)
+    if not isinstance(cell, list):
+        return get_column(row, column, config)
+    return [_message(row, column, one) if isinstance(one, dict) else plain_cell(row, column, one) for one in cell]
+
+
+def _message(row: Row, column: str, message: Message) -> Message:
+    return {
+        key: value if key == "content" and isinstance(value, list) else plain_cell(row, column, value)
+        for key, value in message.items()
+    }
 
 
 def _parting(config: PreferenceDataConfig, row: Row, chosen: list[Message], rejected: list[Message]) -> int:

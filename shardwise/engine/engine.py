@@ -200,7 +200,7 @@ class TrainEngine:
 
         Args:
             batches: as many on every rank. One is asked for when the one before it has been given to the device, and
-                not kept, so its images may be read then.
+                is not kept any longer, so its images may be read then.
             with_logprobs, with_entropy: False leaves them out and saves passes over the logits.
             with_adapters: False is the model as it was before its adapters: the reference policy.
             teacher_outputs: a teacher's, one for each micro-batch; the divergence from it is among the outputs.

@@ -13,7 +13,7 @@ from shardwise.region import Region, Span
 
 _VIEWS = {"__getitem__", "chunk", "narrow", "permute", "select", "split", "squeeze", "t", "transpose", "unbind"}
 """Functions that may return views of a tensor."""
-_TURNED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT")}
+_TURNED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 """Properties that are views of a tensor."""
 _FORM = {"dim", "is_contiguous", "is_floating_point", "nelement", "ndimension", "numel", "size", "stride", "__len__"}
 """Functions of shape and dtype."""

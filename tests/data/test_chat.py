@@ -154,6 +154,22 @@ def test_a_template_that_takes_words_as_parts_is_given_parts(tokenizer, template
     assert observed(tokenizer, "and 4+4?", last="5").endswith(expected[2])
 
 
+LAST_IF_ASKED = "{% if loop.index0 % 2 or not loop.last or add_generation_prompt %}[{{ m.content }}]{% endif %}"
+BEHIND_A_SYSTEM = "{% if loop.first %}{{ 'S:' + m.content }}{% else %}[{{ m.content }}]{% endif %}"
+SPREAD = "{{ m.role + ': ' + (m.content | list | join(' ')) + ';' }}"
+COUNTED = "{% if loop.index0 % 2 == 0 and (loop.nextitem is defined or add_generation_prompt) %}<{{ m.content }}>"
+COUNTED += "{% elif loop.index0 % 2 %}{{ m.content }}{% endif %}"
+
+
+@pytest.mark.parametrize("turn", [LAST_IF_ASKED, BEHIND_A_SYSTEM, SPREAD, COUNTED])
+def test_a_template_that_is_odd_in_other_ways_is_given_strings(tokenizer, turn):
+    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
+    token_ids, loss_mask = render_conversation(tokenizer, TALK[1:3], "row")
+    assert token_ids == tokenizer.apply_chat_template(TALK[1:3], return_dict=False)
+    assert "type" not in tokenizer.decode(token_ids)
+    assert any(loss_mask)
+
+
 @pytest.mark.parametrize("parts", ["{{ '' }}", "{{ raise_exception('no parts') if m.content is not string }}"])
 def test_a_template_that_writes_words_in_no_form_is_refused(tokenizer, parts):
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' }}" + parts + "{% endfor %}"

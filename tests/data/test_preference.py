@@ -100,6 +100,14 @@ def test_all_forms_of_one_pair_give_the_same_samples(tokenizer, write, row):
     assert texts(tokenizer, found) == [(f"{start}ho<|end|>", "ho<|end|>"), (f"{start}no<|end|>", "no<|end|>")]
 
 
+def test_contents_that_parquet_has_as_bytes_are_words(tokenizer, tmp_path):
+    talk = [{"role": "user", "content": b"hi"}, {"role": "assistant", "content": b"ho"}]
+    other = [talk[0], {"role": "assistant", "content": b"no"}]
+    parquet.write_table(pyarrow.Table.from_pylist([{"chosen": talk, "rejected": other}]), tmp_path / "train.parquet")
+    found = pairs(tokenizer, [str(tmp_path / "train.parquet")]).rows
+    assert [trained for _, trained in texts(tokenizer, found)] == ["ho<|end|>", "no<|end|>"]
+
+
 def test_only_turns_after_the_shared_beginning_are_trained(tokenizer, write):
     shared = [user("a"), bot("b"), user("c")]
     found = pairs(tokenizer, write({"chosen": [*shared, bot("d")], "rejected": [*shared, bot("e")]})).rows
@@ -414,6 +422,13 @@ def assert_shows(found, expected):
     assert torch.equal(found.loss_mask, expected.loss_mask)
     assert torch.equal(found.position_ids, expected.position_ids)
     assert [(one.path, one.size) for one in found.image_refs] == [(one.path, one.size) for one in expected.image_refs]
+
+
+def test_a_system_prompt_has_no_places_for_images(seeing, write, pictures, tmp_path):
+    row = SEEN | {"prompt": "<image>Which?", "images": pictures[:1]}
+    found = pairs(**seeing, files=write(row), system_prompt="Answer about the <image>.").rows[0]
+    assert "about the <image>." in seeing["tokenizer"].decode(found.token_ids)
+    assert [image.path for image in found.image_refs] == [str(tmp_path / "0.png")]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 from shardwise.config import DataError
 from shardwise.data import ImageReader
+from shardwise.data.image_processors import GridProcessor
+from shardwise.families import GridTower
 
 ROW = 2
 """Which of a file's rows is bad, counted from 0."""
@@ -168,7 +170,9 @@ def test_an_image_of_floats_is_refused_with_its_row(tmp_path):
     """Of the formats of files only TIFF could hold them; in memory PIL can."""
     from transformers import Qwen2VLImageProcessorPil
 
-    reader = ImageReader(Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}))
+    processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    tower = GridTower(merge_size=2, num_values=96)
+    reader = ImageReader(GridProcessor(processor, tower), tower)
     image = Image.new("F", (16, 8), math.nan)
     image.save(tmp_path / "nan.tiff")
     for cell in ("nan.tiff", (tmp_path / "nan.tiff").read_bytes()):

@@ -22,11 +22,12 @@ Example: `{"model.path": [["config.json", "5d41402abc4b2a76"], ["model.safetenso
 
 _WEIGHTS = ".safetensors"
 _CONFIGS = ("config.json", "generation_config.json")
+_OLD_TEMPLATE = "chat_template.json"
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *(
         "chat_template.jinja",
-        "chat_template.json",
+        _OLD_TEMPLATE,
         "vocab.json",
         "vocab.txt",
         "merges.txt",
@@ -66,14 +67,15 @@ def _digests(files: Mapping[str, Sequence[Path]]) -> Fingerprints:
 
 def changed_files(before: Mapping[str, Sequence[Sequence[str]]], now: Fingerprints) -> dict[str, str]:
     """Returns config key -> name of the first file that differs, without keys that have no files now. Files of
-    processors count only if there were some before: early checkpoints have none, and without them nothing has read
-    images."""
+    processors, and a template as old folders have it, count only if there were some before: early checkpoints have
+    none, for nothing read them."""
     changed = {}
     for key, files in before.items():
         if key not in now:
             continue
         known = {file[0]: file[1] for file in files}
-        unknown = PROCESSOR_FILES if known.keys().isdisjoint(PROCESSOR_FILES) else ()  # maybe of an early checkpoint
+        unknown = set(PROCESSOR_FILES) if known.keys().isdisjoint(PROCESSOR_FILES) else set()
+        unknown |= {_OLD_TEMPLATE} - known.keys()
         found = [[name, _comparable(known.get(name), digest)] for name, digest in now[key] if name not in unknown]
         if files != found:
             either = (one for one in [*files, *found] if one not in files or one not in found)

@@ -62,7 +62,8 @@ class HostedEngine:
             return [self._read(self.reader, batch, whole) if batch.image_refs else batch for batch in batches]
 
     def read_in_turn(self, batches: list[TokenBatch]) -> Iterator[TokenBatch]:
-        """Yields what `read` returns, and reads each batch when it is asked for: of many, only one is held."""
+        """Yields what `read` returns, and reads each batch when it is asked for: of many, two are held at
+        a time."""
         return (read for batch in batches for read in self.read([batch]))
 
     def _read(self, reader: ImageReader, batch: TokenBatch, whole: bool) -> TokenBatch:

@@ -164,7 +164,7 @@ class WeightTransfer:
         if self._syncs_adapter_only:
             return AdapterSender(hosted.engine)
         if isinstance(rollout, VllmEngine) and rollout.is_part:
-            with raised_on_every_rank(TrainingError):  # else the others would wait for what this rank needs
+            with raised_on_every_rank(TrainingError):  # else others would wait; loading has no collectives
                 needed = rollout.needed_regions()
             return NeededSender(hosted.engine, needed)
         return hosted.engine

@@ -101,6 +101,16 @@ def test_f32_another_image_processor_is_noticed_where_there_was_one(files, name)
     assert changed_files(before, fingerprints(sft(files))) == {"model.path": other}
 
 
+def test_f32_a_template_as_old_folders_have_it_is_noticed_where_there_was_one(files):
+    """Checkpoints from before it was read do not have it."""
+    early = fingerprints(sft(files))
+    (files / "base" / "chat_template.json").write_text('{"chat_template": "a"}')
+    before = fingerprints(sft(files))
+    assert changed_files(early, before) == {}
+    (files / "base" / "chat_template.json").write_text('{"chat_template": "b"}')
+    assert changed_files(before, fingerprints(sft(files))) == {"model.path": "chat_template.json"}
+
+
 @pytest.mark.parametrize("trained", ["layers.0.norm", "layers.7.norm", "layers.3.proj", "layers.11.proj"])
 def test_f32_training_of_any_part_of_a_model_is_noticed(files, trained):
     before = fingerprints(sft(files))
