@@ -24,9 +24,9 @@ _CONFIGS = {"preprocessor_config.json": None, "processor_config.json": "image_pr
 """Where a model folder says how images are prepared, and under which key; in the second file since transformers 5."""
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 89_478_485
-"""Of an image as it is stored: where PIL begins to warn of files that are made to fill the memory."""
+"""Pixels of an image as it is stored: where PIL begins to warn of files that are made to fill the memory."""
 MAX_PROPORTION = 200
-"""Of the longer side to the shorter: what Qwen and GLM take. Others would scale an image of few bytes up to fill the
+"""The longer side in shorter ones: what Qwen and GLM take. Others would scale an image of few bytes up to fill the
 memory, or one side of it to nothing."""
 _LONGEST_SHOWN = 300
 """Characters of a path in an error."""
@@ -45,9 +45,9 @@ _TURNS = {
 }
 """PIL's names of what the values of that tag ask for (EXIF 2.32, section 4.6.4); others ask for nothing."""
 _ROTATED = range(5, 9)
-"""Those under which height and width change places."""
+"""Orientations under which height and width change places."""
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
-"""Those with 8 bits a channel. Of 16 or 32 bits PIL would keep the lowest values and make the others white."""
+"""Modes with 8 bits a channel. Of 16 or 32 bits PIL would keep the lowest values and make the others white."""
 
 
 class ImageReader:

@@ -105,7 +105,7 @@ class _Targets:
     quantized: Mapping[str, QuantizedLinear]
     filled: Collection[str]
     buffers: Collection[str]
-    """Those that nothing trains: infinities there are the model's own."""
+    """Names of tensors that nothing trains: infinities there are the model's own."""
 
     def fill(self, name: str, part: Tensor) -> None:
         """Fills a tensor; `part` is what this rank holds of it."""

@@ -80,7 +80,7 @@ class VisionTower:
         """
 
         def placed(parts: Any) -> Tensor:
-            """Of features of one image after the other, those of this rank's tokens."""
+            """Returns the features of this rank's tokens, from those of one image after the other."""
             features = torch.cat(list(parts))[: sum(share.sent)]
             return features if ulysses is None else ulysses.send_rows(features, share.sent, share.received)
 

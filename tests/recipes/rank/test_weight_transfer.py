@@ -10,8 +10,11 @@ import pytest
 import torch
 from small_workers import REQUESTS, build, engine_of, largest_difference, roll_out, train, trainer_logprobs
 
+from shardwise.checksum import checksums
 from shardwise.data import pack, unpack
 from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
+from shardwise.region import Region
+from shardwise.rollout import VllmEngine
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -56,6 +59,52 @@ def test_trap_11_an_adapter_that_is_synced_alone_changes_what_is_sampled_as_trai
     assert receipt["num_bytes_moved"] == engine.num_trained_parameters * bytes_per_weight
     assert receipt["num_proven"] == receipt["num_tensors"] >= 10
     assert engine.num_trained_parameters < engine.num_parameters / 2
+
+
+class PartOfVllm(VllmEngine):
+    """Serves the first half of the rows of every matrix, as one rank of two would; keeps what it is given."""
+
+    def __init__(self, forms) -> None:
+        self.whole = dict(forms)
+        self.given = {}
+
+    is_part = True
+
+    def needed_regions(self):
+        halves = {name: (form.shape[0] // 2, *form.shape[1:]) for name, form in self.whole.items() if form.dim() > 1}
+        return {name: Region.whole(shape) for name, shape in halves.items()}
+
+    def served_weights(self):
+        needed = self.needed_regions()
+        return ((n, needed[n].of(form) if n in needed else form) for n, form in self.whole.items())
+
+    def served_checksums(self):
+        return checksums(self.given.items())
+
+    def load_weights(self, weights) -> None:
+        self.given = {name: tensor.clone() for name, tensor in weights}
+
+    def commit_weights(self, version) -> None:
+        self.version = version
+
+    def wake(self, *parts) -> None:
+        pass
+
+    sleep = close = wake
+
+
+def test_an_engine_of_several_ranks_is_sent_what_its_part_needs(tmp_path):
+    worker = build("llama", tmp_path)
+    weights = dict(engine_of(worker).named_weights(torch.float32))
+    engine = PartOfVllm((name, tensor.to("meta")) for name, tensor in weights.items())
+    worker.engines.rollout_engine = engine
+    receipt = worker.sync_weights(3)
+    assert (engine.version, receipt["num_proven"]) == (3, len(weights))
+    assert engine.given.keys() == weights.keys()
+    for name, whole in weights.items():
+        expected = whole[: len(whole) // 2] if whole.dim() > 1 else whole
+        assert torch.equal(engine.given[name], expected), name
+    assert 0.5 < receipt["num_bytes"] / sum(whole.nbytes for whole in weights.values()) < 0.55
 
 
 @pytest.mark.full
