@@ -29,7 +29,7 @@ class Split(Choice):
     timeout_seconds: WholeDeadline = 3600
     """How long a sampling rank may take for one batch of requests, however many of them it has answered by then."""
     medium: Literal["process_group", "shared_memory", "disk"] = "process_group"
-    """What carries the policy's weights to the ranks that sample. process_group: broadcasts (gloo, NCCL).
+    """What carries the policy's weights to the ranks that sample. process_group: gloo or NCCL, between any hosts.
     shared_memory: host memory that all of them have mapped, which needs them on the host of rank 0. disk: safetensors
     files in `folder`."""
     folder: Annotated[Path, AfterValidator(Path.expanduser)] | None = None

@@ -79,8 +79,8 @@ class Manifest:
         self._forms = None if served is None else {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in served}
         self.checksums: dict[str, int] = {}
         """Name -> checksum of every tensor noted so far."""
-        self._hashed: set[str] = set()
-        """Names of tensors whose hashing has begun; they are noted later."""
+        self._begun: set[str] = set()
+        """Names of tensors that were begun with; they are noted later."""
         self._num_bytes = 0
         self._seconds_of_proof = 0.0
 
@@ -103,8 +103,7 @@ class Manifest:
         Raises:
             WeightSyncError: the engine has no place for such a tensor.
         """
-        self.require_place(name, tensor.dtype, tuple(tensor.shape))
-        self._hashed.add(name)
+        self.begin(name, tensor.dtype, tuple(tensor.shape))
         check = partial(_checksum_if_finite, may_be_infinite=name in self._may_be_infinite)
         hashing = pool.submit(on_current_stream(check, tensor.device), tensor)
 
@@ -121,10 +120,12 @@ class Manifest:
 
         return noted
 
-    def require_place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Raises WeightSyncError: the engine does not serve such a tensor, or was sent it before."""
-        if name in self._hashed or name in self.checksums:
+    def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Begins with a tensor, which is noted later. Raises WeightSyncError: the engine does not serve such a tensor,
+        or was sent it before."""
+        if name in self._begun:
             raise self._error(f"{name} was sent twice")
+        self._begun.add(name)
         if self._forms is None:
             return
         if name not in self._forms:

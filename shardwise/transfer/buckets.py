@@ -7,8 +7,10 @@ Nothing is pickled: a header is JSON, the data are the tensors' bytes.
 
 import dataclasses
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -23,6 +25,8 @@ MAX_HEADER_BYTES = 1 << 15
 DEFAULT_BUCKET_BYTES = 1 << 24
 _ALIGNMENT_BYTES = 16
 _HEADER_RESERVE_BYTES = 512
+_CHECKSUM_BYTES = 22
+"""The most that a checksum takes in a header."""
 
 
 Encoding = Literal["whole", "delta", "placed"]
@@ -33,25 +37,22 @@ Encoding = Literal["whole", "delta", "placed"]
 class Entry:
     """A tensor as it travels.
 
-    Example: `Entry("model.norm.weight", "bfloat16", (1024,), checksum=0x5d41402abc4b2a76, encoding="whole",
-    num_bytes=2048)`
+    Example: `Entry("model.norm.weight", "bfloat16", (1024,), encoding="whole", num_bytes=2048)`
     """
 
     name: str
     dtype: str
     """torch's name of the dtype, without the prefix."""
     shape: tuple[int, ...]
-    checksum: int
-    """xxh3 of the tensor that the receiver has to end up with."""
     encoding: Encoding
     num_bytes: int
     """Bytes that travel."""
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, digest: int, encoding: Encoding, num_bytes: int) -> Self:
+    def of(cls, name: str, tensor: Tensor, encoding: Encoding, num_bytes: int) -> Self:
         """Describes `tensor`, which travels as `num_bytes` bytes."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(name, dtype, tuple(tensor.shape), digest, encoding, num_bytes)
+        return cls(name, dtype, tuple(tensor.shape), encoding, num_bytes)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -88,6 +89,9 @@ class Header:
     segments: list[Segment]
     block_bytes: list[int]
     """Bytes of each of the bucket's blocks."""
+    checksums: list[int]
+    """xxh3 of what the receiver has to end up with, of the next entries that have none yet. They may come later than
+    their entries, because tensors are hashed while they travel; all have come with the last bucket."""
     is_last: bool
     failure: str = ""
     """Why the sender gives up; such a bucket is the last."""
@@ -134,6 +138,10 @@ class BucketWriter:
         """Its other blocks."""
         self._segments: list[Segment] = []
         self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
+        self._checksums: list[int] = []
+        """Those that the next header takes along."""
+        self._num_unproven = 0
+        """Entries whose checksums are still to come."""
         self._exposed = medium.exposed()
         self.num_bytes = 0
         """Bytes sent so far."""
@@ -150,7 +158,8 @@ class BucketWriter:
     def write(self, entry: Entry, payload: Tensor) -> None:
         """Sends an entry and its payload [entry.num_bytes] uint8 on the medium's device. The payload has to keep its
         values: receivers get them before this returns or by the end of the sync. For a placed entry no bytes are
-        sent."""
+        sent. Its checksum may come later."""
+        self._num_unproven += 1
         if entry.encoding == "placed":
             self._put(entry, payload[:0])
             self.num_bytes += entry.num_bytes
@@ -160,21 +169,28 @@ class BucketWriter:
             for start in range(0, entry.num_bytes, self._bucket_bytes):
                 self._put(entry, payload[start : start + self._bucket_bytes], start)
                 self._flush(is_last=False)
-            self._medium.settle()  # else a third tensor would be held, and device memory should hold two at most
+
+    def prove(self, checksum: int) -> None:
+        """Sends the checksum of the next entry that has none: xxh3 of the tensor that the receiver has to end up
+        with."""
+        self._num_unproven -= 1
+        self._checksums.append(checksum)
 
     def finish(self) -> None:
-        """Sends what is left."""
+        """Sends what is left, after all entries were proven."""
+        assert not self._num_unproven
         self._flush(is_last=True)
 
     def give_up(self, reason: str) -> None:
         """Tells the receivers that no more will come."""
-        header = Header(self._version, self._num_sent, [], [0], is_last=True, failure=reason)
+        header = Header(self._version, self._num_sent, [], [0], [], is_last=True, failure=reason)
         self._medium.send(header.encode(), self._filled()[:0])
 
     def _put(self, entry: Entry, part: Tensor, start: int = 0) -> None:
         """Puts a part of the entry's bytes into the bucket, after sending what has no room beside it."""
         num_bytes = len(part)
-        header_bytes = len(json.dumps(_encode(Segment(entry, start, len(self._laid), self._used, num_bytes)))) + 16
+        segment_bytes = len(json.dumps(_encode(Segment(entry, start, len(self._laid), self._used, num_bytes)))) + 16
+        header_bytes = segment_bytes + _CHECKSUM_BYTES
         num_used = self._used + sum(map(len, self._laid))
         has_room = num_used + num_bytes <= self._bucket_bytes and self._header_bytes + header_bytes <= MAX_HEADER_BYTES
         if self._segments and not has_room:
@@ -196,12 +212,13 @@ class BucketWriter:
     def _flush(self, *, is_last: bool) -> None:
         blocks = [self._filled()[: self._used], *self._laid]
         sizes = [len(block) for block in blocks]
-        header = Header(self._version, self._num_sent, self._segments, sizes, is_last)
+        header = Header(self._version, self._num_sent, self._segments, sizes, self._checksums, is_last)
         self._medium.send(header.encode(), blocks[0], blocks[1:])
         self.num_bytes += sum(sizes)
         self._num_sent += 1
-        self._packed, self._laid, self._segments = None, [], []
-        self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
+        self._packed, self._laid, self._segments, self._checksums = None, [], [], []
+        self._used = 0
+        self._header_bytes = _HEADER_RESERVE_BYTES + _CHECKSUM_BYTES * self._num_unproven
 
 
 class Assembly:
@@ -244,42 +261,56 @@ class BucketReader:
         """Whether all entries were taken."""
         self.num_bytes = 0
         """Bytes received so far."""
+        self.checksums: dict[str, int] = {}
+        """Name -> what was proven about the entry at the sender; all of them once all entries were taken."""
+        self._unproven: deque[str] = deque()
+        """Names of entries that came before their checksums."""
 
-    def begin(self, version: int | None) -> int:
-        """Waits for the first bucket and returns the version of the weights. Raises WeightSyncError: another version is
-        due, or the sender gave up."""
-        self._bucket = self._receive(nowhere)
+    def begin(self, version: int | None, place: Callable[[Entry], Tensor | None] = lambda _: None) -> int:
+        """Waits for the first bucket and returns the version of the weights.
+
+        Args:
+            version: the one that is due; None: any.
+            place: maps an entry to its destination [entry.num_bytes] uint8; entries that come alone in a block or in
+                pieces are put there. None: no preference.
+        Raises:
+            WeightSyncError: another version is due, or the sender gave up.
+            MediumError: nothing came in time.
+        """
+        self._place = place
+        self._bucket = self._receive()
         assert self.version is not None
         if version not in (None, self.version):
             raise self._error(f"version {version} is due, but version {self.version} came")
         return self.version
 
-    def entries(self, place: Callable[[Entry], Tensor | None] = lambda _: None) -> Iterator[tuple[Entry, Tensor]]:
+    def entries(self) -> Iterator[tuple[Entry, Tensor]]:
         """Yields each entry with its bytes, [entry.num_bytes] uint8 ([0] for a placed one), which are valid until the
         next entry is taken.
 
-        Args:
-            place: maps an entry to its destination [entry.num_bytes] uint8; entries that come alone in a block or in
-                pieces are put there. None: no preference.
         Raises:
             WeightSyncError: the sender gave up, or a bucket or a part of a tensor is missing.
             MediumError: nothing came in time.
         """
-        partial: tuple[Entry, Tensor, int] | None = None
+        begun: tuple[Entry, Tensor, int] | None = None
         header, blocks = self._bucket
         while True:
             for segment in header.segments:
                 part = blocks[segment.block][segment.offset : segment.offset + segment.num_bytes]
-                partial = self._joined(partial, segment, part, place)
-                entry, payload, num_there = partial
+                begun = self._joined(begun, segment, part)
+                entry, payload, num_there = begun
                 if num_there == entry.num_bytes:
-                    partial = None
+                    begun = None
+                    self._unproven.append(entry.name)
                     yield entry, payload
+            self._prove(header)
             if header.is_last:
                 break
-            header, blocks = self._receive(lambda text: _places_of_blocks(text, place))
-        if partial is not None:
-            raise self._error(f"{partial[0].name} ends after {partial[2]} of {partial[0].num_bytes} bytes")
+            header, blocks = self._receive()
+        if begun is not None:
+            raise self._error(f"{begun[0].name} ends after {begun[2]} of {begun[0].num_bytes} bytes")
+        if self._unproven:
+            raise self._error(f"the checksum of {self._unproven[0]} is missing")
         self.is_exhausted = True
 
     def drain(self) -> None:
@@ -288,8 +319,8 @@ class BucketReader:
             header, _ = self._receive_bucket(nowhere)
             self.is_finished = Header.decode(header).is_last
 
-    def _receive(self, place: Place) -> tuple[Header, list[Tensor]]:
-        text, blocks = self._receive_bucket(place)
+    def _receive(self) -> tuple[Header, list[Tensor]]:
+        text, blocks = self._receive_bucket(partial(_places_of_blocks, place=self._place))
         header = Header.decode(text)
         self.is_finished = header.is_last
         if self.version is None:
@@ -304,30 +335,36 @@ class BucketReader:
         self.num_bytes += sum(map(len, blocks))
         return header, blocks
 
+    def _prove(self, header: Header) -> None:
+        """Notes the checksums that came with a bucket."""
+        if len(header.checksums) > len(self._unproven):
+            raise self._error(f"bucket {header.index} has a checksum of a tensor that did not come")
+        for checksum in header.checksums:
+            self.checksums[self._unproven.popleft()] = checksum
+
     def _joined(
         self,
-        partial: tuple[Entry, Tensor, int] | None,
+        begun: tuple[Entry, Tensor, int] | None,
         segment: Segment,
         part: Tensor,
-        place: Callable[[Entry], Tensor | None],
     ) -> tuple[Entry, Tensor, int]:
         """Adds a segment to the entry so far. Returns the entry, its bytes, and how many of them have arrived."""
         entry = segment.entry
         if part.numel() != segment.num_bytes:
             raise self._error(f"{entry.name} has {part.numel()} of {segment.num_bytes} bytes in a bucket")
-        before, there = (None, 0) if partial is None else (partial[0], partial[2])
+        before, there = (None, 0) if begun is None else (begun[0], begun[2])
         if segment.start != there or before not in (None, entry):
             name = entry.name if before is None else before.name
             raise self._error(f"a part of {name} is missing from byte {there} on")
         if entry.encoding == "placed":
             self.num_bytes += entry.num_bytes
             return entry, part, entry.num_bytes
-        if partial is None:
+        if begun is None:
             if segment.num_bytes == entry.num_bytes:
                 return entry, part, segment.num_bytes
-            whole = place(entry)
-            partial = entry, self._assembly.room(entry.num_bytes, part.device) if whole is None else whole, 0
-        payload = partial[1]
+            whole = self._place(entry)
+            begun = entry, self._assembly.room(entry.num_bytes, part.device) if whole is None else whole, 0
+        payload = begun[1]
         target = payload[there : there + segment.num_bytes]
         if part.data_ptr() != target.data_ptr():
             target.copy_(part)
@@ -349,10 +386,10 @@ def _places_of_blocks(text: str, place: Callable[[Entry], Tensor | None]) -> lis
 
 def _encode(segment: Segment) -> list[Any]:
     entry = segment.entry
-    fields = [entry.name, entry.dtype, entry.shape, entry.checksum, entry.encoding, entry.num_bytes]
+    fields = [entry.name, entry.dtype, entry.shape, entry.encoding, entry.num_bytes]
     return [*fields, segment.start, segment.block, segment.offset, segment.num_bytes]
 
 
 def _decode(fields: list[Any]) -> Segment:
-    name, dtype, shape, digest, encoding, num_bytes, *place = fields
-    return Segment(Entry(name, dtype, tuple(shape), digest, encoding, num_bytes), *place)
+    name, dtype, shape, encoding, num_bytes, *place = fields
+    return Segment(Entry(name, dtype, tuple(shape), encoding, num_bytes), *place)

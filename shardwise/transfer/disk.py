@@ -141,9 +141,6 @@ class DiskMedium:
         if bucket.is_last:
             self._rendezvous.meet("writing weights", header)
 
-    def settle(self) -> None:
-        """See Medium. Nothing to wait for: what was sent is on the disk."""
-
     def receive(self, place: Place = nowhere) -> tuple[str, list[Tensor]]:
         """See Medium. Ignores `place`: data stays in the memory that the file was read into."""
         if self._unread is None:

@@ -77,11 +77,8 @@ class Medium(Protocol):
             header: has at most MAX_HEADER_BYTES.
             packed: the bucket's first block, the front of the last `buffer`.
             laid: further blocks, [num_bytes] uint8 each, of at least `large_bytes`. They lie in memory of the caller's,
-                which has to keep its values until `settle` or `meet` returns.
+                which has to keep its values until `meet` returns.
         """
-
-    def settle(self) -> None:
-        """Waits until nothing that `send` was given is read any more."""
 
     def receive(self, place: Place = nowhere) -> tuple[str, list[Tensor]]:
         """Returns the next bucket's header and blocks, valid until the next call. The bucket after it is on its way, to

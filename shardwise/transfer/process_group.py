@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -15,6 +16,10 @@ from shardwise.transfer.buckets import MAX_HEADER_BYTES, Header, aligned
 from shardwise.transfer.medium import SENDER, EndLostError, MediumError, Place, Rendezvous, nowhere
 
 _POLL_SECONDS = 0.0005
+_TAG = 0
+_MAX_DIRECT_RECEIVERS = 2
+"""The most receivers that gloo sends to one by one: buckets take 0.75 of the time of their broadcasts, each of which
+wakes a thread of gloo's (measured). With more, those of a broadcast pass on to others what they have."""
 
 
 class _Coming(NamedTuple):
@@ -26,28 +31,29 @@ class _Coming(NamedTuple):
 
 
 class ProcessGroupMedium:
-    """Broadcasts buckets with gloo or NCCL. The group is not in torch's registry: no end needs a default process group,
-    and those that exist may have other sizes and backends.
+    """Sends or broadcasts buckets with gloo or NCCL. The group is not in torch's registry: no end needs a default
+    process group, and those that exist may have other sizes and backends.
 
-    A bucket is a broadcast of its header, of a fixed size, and one of each block: into one of two buffers in turn, or
-    from where it lies to where it is served.
+    A bucket is its header, of a fixed size, and its blocks, each carried on its own: into one of two buffers in turn,
+    or from where it lies to where it is served.
     """
 
     large_bytes = 1 << 19
-    """From this size on a broadcast of its own costs less than the copies on both sides (measured with gloo)."""
+    """From this size on what a block of its own costs is less than the copies on both sides (measured with gloo)."""
 
     def __init__(
         self, group: Any, rendezvous: Rendezvous, *, is_gloo: bool, timeout: timedelta, device: torch.device
     ) -> None:
         self._group, self._rendezvous = group, rendezvous
         self._is_gloo, self._timeout, self._device = is_gloo, timeout, device
+        self._is_direct = is_gloo and group.size() - 1 <= _MAX_DIRECT_RECEIVERS
         self._headers = [torch.zeros(MAX_HEADER_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._works: list[list[Any]] = [[], []]
-        """Broadcasts that still read each of this sender's two buffers."""
+        """What still reads each of this sender's two buffers."""
         self._turn = 0
         self._header: list[Any] | None = None
-        """Broadcast that receives the next header; None if none is due."""
+        """What receives the next header; None if none is due."""
         self._coming: deque[_Coming] = deque()
 
     @classmethod
@@ -114,15 +120,10 @@ class ProcessGroupMedium:
         return {}
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """See Medium. Waits for the broadcast before the last one, which read this buffer."""
+        """See Medium. Waits until the bucket before the last one, which was in this buffer, is sent."""
         self._turn = 1 - self._turn
         self._finish(self._turn)
         return self._room(self._turn, num_bytes)
-
-    def settle(self) -> None:
-        """See Medium."""
-        for turn in range(2):
-            self._finish(turn)
 
     def send(self, header: str, packed: Tensor, laid: Sequence[Tensor] = ()) -> None:
         """See Medium."""
@@ -133,7 +134,7 @@ class ProcessGroupMedium:
         self._headers[self._turn].copy_(padded)
         for block in (self._headers[self._turn], packed, *laid):
             if len(block):
-                self._works[self._turn].append(self._broadcast(block))
+                self._works[self._turn] += self._carried(block)
 
     def receive(self, place: Place = nowhere) -> tuple[str, list[Tensor]]:
         """See Medium."""
@@ -161,7 +162,7 @@ class ProcessGroupMedium:
     def _expect_header(self) -> None:
         """Begins to receive the next header."""
         self._turn = 1 - self._turn
-        self._header = [self._broadcast(self._headers[self._turn])]
+        self._header = self._carried(self._headers[self._turn])
 
     def _expect_data(self, place: Place) -> None:
         """Waits for the header, and begins to receive its blocks and the header behind them."""
@@ -170,7 +171,8 @@ class ProcessGroupMedium:
         header = bytes(self._headers[self._turn].cpu().numpy()).decode().rstrip()
         content = Header.decode(header)
         blocks = self._blocks(content.block_bytes, place(header))
-        self._coming.append(_Coming(header, blocks, [self._broadcast(block) for block in blocks if len(block)]))
+        works = [work for block in blocks if len(block) for work in self._carried(block)]
+        self._coming.append(_Coming(header, blocks, works))
         self._header = None
         if not content.is_last:
             self._expect_header()
@@ -196,10 +198,16 @@ class ProcessGroupMedium:
         self._wait([self._begun(lambda: self._group.allgather([gathered], [data]))], phase)
         return gathered
 
-    def _broadcast(self, data: Tensor) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = SENDER, 0
-        return self._begun(lambda: self._group.broadcast([data], options))
+    def _carried(self, data: Tensor) -> list[Any]:
+        """Begins to carry data from the sender to all receivers; called with as many bytes at every end."""
+        if not self._is_direct:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = SENDER, 0
+            return [self._begun(lambda: self._group.broadcast([data], options))]
+        if self._group.rank() == SENDER:
+            receivers = range(SENDER + 1, self._group.size())
+            return [self._begun(partial(self._group.send, [data], receiver, _TAG)) for receiver in receivers]
+        return [self._begun(partial(self._group.recv, [data], SENDER, _TAG))]
 
     def _begun(self, collective: Callable[[], Any]) -> Any:
         try:

@@ -169,9 +169,6 @@ class SharedMemoryMedium:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def settle(self) -> None:
-        """See Medium. Nothing to wait for: what was sent has been copied."""
-
     def receive(self, place: Place = nowhere) -> tuple[str, list[Tensor]]:
         """See Medium. Ignores `place`: data stays in the slot, and whoever wants it elsewhere copies it once."""
         self._give_back()

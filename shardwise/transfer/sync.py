@@ -5,11 +5,13 @@ It is a transaction: every end says what it has, and only when all say the same 
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from typing import NoReturn, TypeVar
+from itertools import islice
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ from shardwise.transfer.buckets import (
     Assembly,
     BucketReader,
     BucketWriter,
-    Encoding,
     Entry,
     as_bytes,
     encode_whole,
@@ -32,7 +33,6 @@ from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.medium import SENDER, Medium, MediumError, name_of
 from shardwise.types import WeightReceiver, WeightSender
 
-_T = TypeVar("_T")
 _TOLD = {kind.__name__: kind for kind in (ExportError, NotFiniteWeightsError)}
 """Errors of the sender that every end raises: they say what to do, and errors elsewhere are due to them."""
 _MAX_MESSAGE = 2000
@@ -77,22 +77,22 @@ def push_weights(
         writer = BucketWriter(medium, version=version, bucket_bytes=bucket_bytes)
         encode = encode_whole if delta is None else delta.encode
 
-        def encoded(pool: Executor) -> Iterator[tuple[str, Tensor, Callable[[], int], Encoding, Tensor]]:
-            there = ((name, tensor.detach().to(medium.device).contiguous()) for name, tensor in weights)
-            for name, tensor in there:
-                noted = manifest.hashed(name, tensor, pool)
-                encoding, payload = encode(name, tensor)
-                if encoding == "whole" and writer.place(name, payload):
-                    encoding = "placed"
-                yield name, tensor, noted, encoding, payload
-                del tensor, noted, payload  # else they would stay while the next ones are gathered
-
         def send() -> SyncReceipt:
+            hashing: deque[tuple[int, Callable[[], int]]] = deque()
+            there = ((name, tensor.detach().to(medium.device).contiguous()) for name, tensor in weights)
             with ThreadPoolExecutor(1) as pool:
-                # Hashing one may take longer than placing it, and the next one's placing waits for neither.
-                for name, tensor, noted, encoding, payload in _one_behind(encoded(pool)):
-                    writer.write(Entry.of(name, tensor, noted(), encoding, payload.numel()), payload)
-                    del tensor, noted, payload
+                for name, tensor in there:
+                    hashing.append((tensor.nbytes, manifest.hashed(name, tensor, pool)))
+                    encoding, payload = encode(name, tensor)
+                    if encoding == "whole" and writer.place(name, payload):
+                        encoding = "placed"
+                    writer.write(Entry.of(name, tensor, encoding, payload.numel()), payload)
+                    del tensor, payload  # else they would stay while the next ones are gathered
+                    # Tensors are hashed while they and later ones travel, and are held until then.
+                    while sum(num_bytes for num_bytes, _ in islice(hashing, len(hashing) - 1)) > bucket_bytes:
+                        writer.prove(hashing.popleft()[1]())
+                for _, noted in hashing:
+                    writer.prove(noted())
             writer.finish()
             return manifest.receipt(num_bytes_moved=writer.num_bytes)
 
@@ -150,39 +150,37 @@ def load_verified(
 ) -> SyncReceipt:
     """Loads all that arrives into an engine and verifies it; commits nothing. Raises as `pull_weights`."""
     served = dict(receiver.served_weights())
-    manifest = Manifest(reader.begin(version), served.items())
-    receiver.load_weights(_arrived(reader, manifest, served, delta))
+    manifest = Manifest(reader.begin(version, partial(_place, served)), served.items())
+    unreadable: dict[str, int] = {}
+    receiver.load_weights(_arrived(reader, manifest, served, delta, unreadable))
     if not reader.is_exhausted:
         raise WeightSyncError(f"weight sync {reader.version}: the engine stopped taking weights before the last")
+    for name, sent in reader.checksums.items():
+        if unreadable.get(name, sent) != sent:
+            raise WeightSyncError(f"weight sync {reader.version}: other values of {name} arrived than were sent")
+        manifest.note(name, sent, served[name].nbytes)
     num_proven = manifest.verify(receiver.served_checksums())
     return manifest.receipt(num_bytes_moved=reader.num_bytes, num_proven=num_proven)
 
 
-def _one_behind(items: Iterator[_T]) -> Iterator[_T]:
-    """Yields each item once the next has been taken."""
-    before = next(items, None)
-    while before is not None:
-        after = next(items, None)
-        yield before
-        before = after
-
-
 def _arrived(
-    reader: BucketReader, manifest: Manifest, served: Mapping[str, Tensor], delta: DeltaDecoder | None
+    reader: BucketReader,
+    manifest: Manifest,
+    served: Mapping[str, Tensor],
+    delta: DeltaDecoder | None,
+    unreadable: dict[str, int],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors as they come, without those that have not changed or were placed. Those that the engine cannot
-    read back are checked here."""
-    for entry, payload in reader.entries(partial(_place, served)):
-        manifest.require_place(entry.name, entry.torch_dtype, entry.shape)
+    """Yields the tensors as they come, without those that have not changed or were placed. Of those that the engine
+    cannot read back, the checksum of what arrived is put into `unreadable`."""
+    for entry, payload in reader.entries():
+        manifest.begin(entry.name, entry.torch_dtype, entry.shape)
         before = served[entry.name]
         is_unchanged = entry.encoding == "delta" and not entry.num_bytes and not before.is_meta
-        is_there = is_unchanged or entry.encoding == "placed"
-        tensor = before if is_there else _decoded(entry, payload, before, delta)
-        manifest.note(entry.name, entry.checksum, tensor.nbytes)
-        if is_there:
+        if is_unchanged or entry.encoding == "placed":
             continue
-        if before.is_meta and checksum(tensor) != entry.checksum:
-            raise WeightSyncError(f"weight sync {reader.version}: other values of {entry.name} arrived than were sent")
+        tensor = _decoded(entry, payload, before, delta)
+        if before.is_meta:
+            unreadable[entry.name] = checksum(tensor)
         yield entry.name, tensor
 
 

@@ -47,7 +47,7 @@ def test_base_and_changes_give_the_new_tensor_bit_by_bit(dtype, num_changed):
     old = random_bits(dtype)
     new = changed_at(old, torch.randperm(NUM_ELEMENTS)[:num_changed])
     encoding, payload = encoder_of(old).encode("a", new)
-    entry = Entry.of("a", new, 0, encoding, payload.numel())
+    entry = Entry.of("a", new, encoding, payload.numel())
     decoded = DeltaDecoder().decode(entry, payload, old)
     assert torch.equal(decoded.view(torch.uint8), new.view(torch.uint8))
     assert decoded.shape == new.shape
@@ -63,7 +63,7 @@ def test_zero_and_minus_zero_differ_and_a_nan_is_itself():
     new[0] = -0.0
     encoding, payload = encoder_of(old).encode("a", new)
     assert (encoding, payload.numel()) == ("delta", 8 + 6)
-    decoded = DeltaDecoder().decode(Entry.of("a", new, 0, encoding, 14), payload, old)
+    decoded = DeltaDecoder().decode(Entry.of("a", new, encoding, 14), payload, old)
     assert torch.signbit(decoded[0])
 
 
@@ -75,7 +75,7 @@ def test_changes_add_up_over_versions():
         weights = changed_at(weights, torch.randperm(3000)[:20])
         encoding, payload = encoder.encode("a", weights)
         assert encoding == "delta"
-        served = decoder.decode(Entry.of("a", weights, 0, encoding, payload.numel()), payload, served)
+        served = decoder.decode(Entry.of("a", weights, encoding, payload.numel()), payload, served)
         encoder.commit(version)
         encoder.begin([version])
     assert torch.equal(served, weights)
@@ -108,7 +108,7 @@ def test_a_sync_that_was_not_committed_is_no_base():
 )
 def test_bytes_that_are_no_changes_are_named(payload, message):
     served = torch.zeros(10, dtype=torch.bfloat16)
-    entry = Entry("a", "bfloat16", (10,), 0, "delta", payload.numel())
+    entry = Entry("a", "bfloat16", (10,), "delta", payload.numel())
     with pytest.raises(WeightSyncError, match=f"a: {message}"):
         DeltaDecoder().decode(entry, payload, served)
 
@@ -173,5 +173,5 @@ def test_a_served_tensor_whose_elements_lie_in_another_order_is_a_base_too():
     served = old.t().contiguous().t()
     assert encoding == "delta"
     assert not served.is_contiguous()
-    decoded = DeltaDecoder().decode(Entry.of("a", new, 0, encoding, payload.numel()), payload, served)
+    decoded = DeltaDecoder().decode(Entry.of("a", new, encoding, payload.numel()), payload, served)
     assert torch.equal(decoded.view(torch.uint8), new.view(torch.uint8))

@@ -39,7 +39,7 @@ def test_weights_that_cannot_be_read_back_are_counted_apart_and_still_have_a_for
     list(manifest.record(SERVED))
     assert manifest.verify(checksums(served)) == 1
     with pytest.raises(WeightSyncError, match=r"b was sent as torch\.float64"):
-        Manifest(1, served).require_place("b", torch.float64, (2, 2))
+        Manifest(1, served).begin("b", torch.float64, (2, 2))
 
 
 def sync_to_nowhere(served, sent):
