@@ -233,7 +233,7 @@ def test_partial_rollouts_go_on_under_new_weights(assets, job, tmp_path):
     rows = lines(run / "metrics.jsonl")
     assert max(row["staleness/max"] for row in rows) <= 1
     assert max(row["staleness/interrupted"] for row in rows) == 1 / 16  # of those that are sampled one by one
-    assert max(row["staleness/token_mean"] for row in rows) < 0.9  # without partial=true all but the first step's are 1
+    assert min(row["staleness/token_mean"] for row in rows[1:]) < 1  # without partial=true it is 1
     assert all(row["tokens/sampled"] == row["tokens/trained"] == row["train/num_tokens"] for row in rows)
     assert {row["token_versions"] is None for row in lines(run / "samples.jsonl")} == {True, False}
     for row in lines(run / "samples.jsonl"):
