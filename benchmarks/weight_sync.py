@@ -149,7 +149,9 @@ class Ends:
         self._version += 1
         if self.rank == 0:
             encoder = self._encoder if delta else None
-            receipt = push_weights(self.sender, self._media[medium], version=self._version, dtype=DTYPE, delta=encoder)
+            receipt = push_weights(
+                self.sender.named_weights(DTYPE), self._media[medium], version=self._version, delta=encoder
+            )
         else:
             decoder = self._decoder if delta else None
             receipt = pull_weights(
@@ -248,12 +250,12 @@ def measure_local(rounds: int) -> dict[str, list[float]]:
         engine = TrainEngine.build(folder, config, device=device, optimizer=optimizer, total_steps=1, seed=0)
         rollout = EmbeddedEngine.from_folder(folder, dtype=DTYPE, max_rows=1, device=device)
         for version in range(rounds + 1):
-            seconds["in_process"].append(sync_local(engine, rollout, version=version, dtype=DTYPE).seconds)
+            seconds["in_process"].append(sync_local(engine.named_weights(DTYPE), rollout, version=version).seconds)
             with (
                 patch("shardwise.checksum.checksum", nothing),
                 patch("shardwise.transfer.base._checksum_if_finite", finite_alone),
             ):
-                seconds["unproven"].append(sync_local(engine, rollout, version=version, dtype=DTYPE).seconds)
+                seconds["unproven"].append(sync_local(engine.named_weights(DTYPE), rollout, version=version).seconds)
     return {name: values[1:] for name, values in seconds.items()}
 
 

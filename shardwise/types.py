@@ -1,5 +1,5 @@
 """The data types that every folder shares (prompts, completions, samples, batches, metrics), and the protocols
-between them: WeightSender (engine) and WeightReceiver (rollout) of a weight sync, Connections between ranks.
+between them: WeightReceiver (rollout) of a weight sync, Connections between ranks.
 
 Shape letters: L tokens of one sequence, T tokens of one packed batch, S sequences of one packed batch.
 Every per-token array is aligned with the token it scores; position 0 of a sequence has no prediction and is never
@@ -481,14 +481,6 @@ def merge_metrics(parts: Iterable[Metrics]) -> Metrics:
         for name, value in part.items():
             merged[name] = merged[name].merge(value) if name in merged else value
     return merged
-
-
-class WeightSender(Protocol):
-    """The training side of a weight sync."""
-
-    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Collective. Yields (Hugging Face name, full tensor on this rank), in the same order on every rank. A tensor
-        keeps its values as long as somebody holds it: it may be sent while others are gathered."""
 
 
 class WeightReceiver(Protocol):

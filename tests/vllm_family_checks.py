@@ -27,7 +27,6 @@ from shardwise.data.packing import unpack
 from shardwise.engine import TrainEngine
 from shardwise.engine.adapters import attach_adapter
 from shardwise.families import PROVEN
-from shardwise.recipes.rank.weight_transfer import NeededSender
 from shardwise.recipes.sync import KnownPrompt, compare_logprobs
 from shardwise.rollout import VllmEngine
 from shardwise.transfer import WeightSyncError, sync_local
@@ -273,7 +272,7 @@ def served(folders: dict[str, str]) -> list[Served]:
     without = given_logprobs(build(Path(folders["other"])))
     found = []
     for version in (1, 2):
-        receipt = sync_local(engine, rollout, version=version, dtype=torch.float32)
+        receipt = sync_local(engine.named_weights(torch.float32), rollout, version=version)
         found.append(compared(rollout, engine, without, receipt.num_tensors))
         without = [own for _, own in found[-1].scores]
         accumulate(engine)
@@ -292,8 +291,8 @@ def served_in_parts(folders: dict[str, str]) -> list[Served]:
     without = given_logprobs(build(Path(folders["other"])))
     found, sent = [], []
     for version in (1, 2):
-        sender = NeededSender(engine, rollout.needed_regions())
-        receipt = sync_local(sender, rollout, version=version, dtype=torch.float32)
+        needed = rollout.needed_regions()
+        receipt = sync_local(engine.needed_weights(torch.float32, needed), rollout, version=version)
         sent.append(receipt.num_bytes / (4 * engine.num_parameters))
         found.append(compared(rollout, engine, without, receipt.num_tensors))
         without = [own for _, own in found[-1].scores]
@@ -304,16 +303,6 @@ def served_in_parts(folders: dict[str, str]) -> list[Served]:
     return found
 
 
-class AdapterSender:
-    """Sends what an adapter file would hold."""
-
-    def __init__(self, engine: TrainEngine) -> None:
-        self._engine = engine
-
-    def named_weights(self, dtype: torch.dtype):
-        return self._engine.adapter_weights(dtype)
-
-
 def served_adapter(folders: dict[str, str]) -> list[Served]:
     """After the sync of an adapter that took a step, to a model that has its base."""
     lora = LoraConfig(rank=4)
@@ -322,7 +311,7 @@ def served_adapter(folders: dict[str, str]) -> list[Served]:
     without = given_logprobs(engine)
     accumulate(engine)
     engine.optim_step()
-    receipt = sync_local(AdapterSender(engine), rollout, version=1, dtype=torch.float32)
+    receipt = sync_local(engine.adapter_weights(torch.float32), rollout, version=1)
     assert receipt.num_proven == receipt.num_tensors
     found = [compared(rollout, engine, without, receipt.num_tensors)]
     rollout.close()

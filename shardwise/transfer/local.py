@@ -1,33 +1,34 @@
 """Weight sync inside one process: from the shards of all ranks into this rank's own rollout engine."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from shardwise.transfer.base import Manifest, SyncReceipt, gathered_to_the_end
-from shardwise.types import WeightReceiver, WeightSender
+from shardwise.types import WeightReceiver
 
 
 def sync_local(
-    sender: WeightSender,
+    weights: Iterator[tuple[str, Tensor]],
     receiver: WeightReceiver,
     *,
     version: int,
-    dtype: torch.dtype,
     may_be_infinite: Collection[str] = (),
 ) -> SyncReceipt:
-    """Collective over the sender's ranks. Streams the weights in `dtype`, checks what is served, commits `version`.
+    """Collective over the ranks that `weights` are gathered from. Streams them, checks what is served, commits
+    `version`.
 
     Args:
+        weights: Hugging Face names and tensors, in the same order on every rank, as TrainEngine.named_weights yields
+            them.
         may_be_infinite: names of tensors that may hold infinities: buffers.
     Raises:
         WeightSyncError: the engine does not serve what was sent; the version is not committed.
     """
     started = time.perf_counter()
     manifest = Manifest(version, receiver.served_weights(), may_be_infinite=may_be_infinite)
-    weights = iter(sender.named_weights(dtype))
     with gathered_to_the_end(weights):
         receiver.load_weights(manifest.record(weights))
     num_proven = manifest.verify(receiver.served_checksums())

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import islice
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from shardwise.checksum import checksum
@@ -31,7 +30,7 @@ from shardwise.transfer.buckets import (
 )
 from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.medium import SENDER, Medium, MediumError, name_of
-from shardwise.types import WeightReceiver, WeightSender
+from shardwise.types import WeightReceiver
 
 _TOLD = {kind.__name__: kind for kind in (ExportError, NotFiniteWeightsError)}
 """Errors of the sender that every end raises: they say what to do, and errors elsewhere are due to them."""
@@ -40,18 +39,20 @@ _MAX_MESSAGE = 2000
 
 
 def push_weights(
-    sender: WeightSender,
+    weights: Iterator[tuple[str, Tensor]],
     medium: Medium | None,
     *,
     version: int,
-    dtype: torch.dtype,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     delta: DeltaEncoder | None = None,
     may_be_infinite: Collection[str] = (),
 ) -> SyncReceipt | None:
-    """Collective over the sender's ranks. Streams the weights in `dtype` to all receivers and waits for their receipts.
+    """Collective over the ranks that `weights` are gathered from. Streams them to all receivers and waits for their
+    receipts.
 
     Args:
+        weights: Hugging Face names and tensors, in the same order on every rank, as TrainEngine.named_weights yields
+            them. A tensor keeps its values as long as somebody holds it: it is sent while others are gathered.
         medium: the sending end; None on the ranks that have none and only take part in gathering.
         bucket_bytes: size of the pieces that travel, a multiple of 16. Two of them are held at a time, and over a
             process group the tensors of a third.
@@ -65,7 +66,6 @@ def push_weights(
         NotFiniteWeightsError: at every end: a weight is not finite. ExportError: at every end: the medium could not
             write the weights, and can once the user has fixed the cause.
     """
-    weights = iter(sender.named_weights(dtype))
     with gathered_to_the_end(weights):
         if medium is None:
             return None

@@ -94,7 +94,7 @@ def sync(medium, tmp_path):
     sending one is in a thread (tests/transfer has processes)."""
 
     def inside(engine, sender, version):
-        return sync_local(sender, engine, version=version, dtype=torch.float32)
+        return sync_local(sender.named_weights(torch.float32), engine, version=version)
 
     if medium == "in process":
         yield inside
@@ -109,12 +109,12 @@ def sync(medium, tmp_path):
         sending = joining.result()
 
         def over_the_medium(engine, sender, version):
-            given = {"version": version, "dtype": torch.float32, "bucket_bytes": 1 << 14, "delta": encoder}
+            given = {"version": version, "bucket_bytes": 1 << 14, "delta": encoder}
             if medium == "exposed memory" and engine not in memories:
                 if not isinstance(engine, EmbeddedEngine):
                     pytest.skip("only the embedded engine can be written to by the sender")
                 memories[engine] = engine.share_weights()
-            pushing = thread.submit(push_weights, Lasting(sender), sending, **given)
+            pushing = thread.submit(push_weights, Lasting(sender).named_weights(torch.float32), sending, **given)
             try:
                 receipt = pull_weights(engine, receiving, version=version, delta=decoder, memory=memories.get(engine))
             finally:

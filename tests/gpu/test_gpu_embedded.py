@@ -56,7 +56,7 @@ def test_weights_that_training_changed_are_served_after_a_sync_and_proven(folder
     wanted = requests(temperature=TEMPERATURE, num_completions=3)
     before = engine.generate(wanted)
     train(trainer, 2)
-    receipt = sync_local(trainer, engine, version=1, dtype=torch.float32)
+    receipt = sync_local(trainer.named_weights(torch.float32), engine, version=1)
     assert receipt.num_proven == receipt.num_tensors == len(dict(engine.served_weights()))
     after = engine.generate(wanted)
     assert {completion.policy_version for group in after for completion in group} == {1}
@@ -105,6 +105,6 @@ def test_a_tensor_that_was_altered_on_the_device_is_named(folder, device, monkey
 
     monkeypatch.setattr(engine, "load_weights", load_and_alter)
     with pytest.raises(WeightSyncError, match=f"weight sync 1: the engine serves other values of {name} than were"):
-        sync_local(trainer, engine, version=1, dtype=torch.float32)
+        sync_local(trainer.named_weights(torch.float32), engine, version=1)
     with pytest.raises(RuntimeError, match="holds a part of new weights"):
         engine.generate(requests())

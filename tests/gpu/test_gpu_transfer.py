@@ -57,7 +57,7 @@ def push(open_medium, delta, join):
         sender = DictSender(weights_on(device, version))
         receipts.append(
             push_weights(
-                sender, medium, version=version, dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES, delta=encoder
+                sender.named_weights(torch.bfloat16), medium, version=version, bucket_bytes=BUCKET_BYTES, delta=encoder
             )
         )
     medium.close()
@@ -86,7 +86,7 @@ def held_after(act, open_medium, join):
 def push_in_vain(open_medium, join):
     device, medium = open_medium(join, timeout_seconds=6)
     with pytest.raises(MediumError) as caught:
-        push_weights(DictSender(weights_on(device, 1)), medium, version=1, dtype=torch.bfloat16)
+        push_weights(DictSender(weights_on(device, 1)).named_weights(torch.bfloat16), medium, version=1)
     return str(caught.value)
 
 

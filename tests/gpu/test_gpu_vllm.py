@@ -58,7 +58,7 @@ def test_weights_that_training_changed_are_served_after_a_sync(tmp_path, device,
     wanted = requests(temperature=1.0, num_completions=3)
     before = engine.generate(wanted)
     train(trainer, 2)
-    sync_local(trainer, engine, version=1, dtype=torch.float32)
+    sync_local(trainer.named_weights(torch.float32), engine, version=1)
     after = engine.generate(wanted)
     assert {completion.policy_version for group in after for completion in group} == {1}
     assert differences(trainer, wanted, before).mean() > 1e-2
@@ -99,7 +99,7 @@ def test_sleep_level_1_gives_the_memory_back_and_wakes_with_the_same_weights(lar
 def test_sleep_level_2_drops_the_weights_and_a_sync_brings_them(large_folder, device, open_engine):
     """While it sleeps the trainer has the GPU; between a sync and the next sampling the engine stays awake."""
     trainer, engine = build(large_folder, device), open_engine(large_folder, sleep_level=2)
-    sync_local(trainer, engine, version=1, dtype=torch.float32)
+    sync_local(trainer.named_weights(torch.float32), engine, version=1)
     before, awake = engine.generate(requests()), in_use()
     engine.sleep()
     assert awake - in_use() > CACHE_BYTES + 64 * MIB
@@ -108,7 +108,7 @@ def test_sleep_level_2_drops_the_weights_and_a_sync_brings_them(large_folder, de
         engine.generate(requests())
     engine.sleep()
     engine.wake("weights")
-    sync_local(trainer, engine, version=2, dtype=torch.float32)
+    sync_local(trainer.named_weights(torch.float32), engine, version=2)
     engine.wake("weights", "kv_cache")
     after = engine.generate(requests())
     assert tokens(after) == tokens(before)

@@ -105,7 +105,7 @@ def synced(undisturbed, supervised):
 
 def sync_both(undisturbed, supervised, sender, *, version):
     receipts = [
-        sync_local(sender, engine, version=version, dtype=torch.float32) for engine in (undisturbed, supervised)
+        sync_local(sender.named_weights(torch.float32), engine, version=version) for engine in (undisturbed, supervised)
     ]
     assert receipts[0] == receipts[1]
     assert receipts[1].num_proven == receipts[1].num_tensors > 10
@@ -181,8 +181,8 @@ def test_f06_trap_25_a_process_killed_while_weights_stream_serves_no_mixture(und
     supervised.take_restarts()
     killed = supervised.pid
     streaming = Sender(undisturbed, 6, at=4, disturb=partial(_kill, killed))
-    sync_local(Sender(undisturbed, 6), undisturbed, version=6, dtype=torch.float32)
-    sync_local(streaming, supervised, version=6, dtype=torch.float32)
+    sync_local(Sender(undisturbed, 6).named_weights(torch.float32), undisturbed, version=6)
+    sync_local(streaming.named_weights(torch.float32), supervised, version=6)
     assert supervised.take_restarts() == 1
     assert supervised.generate(REQUESTS) == undisturbed.generate(REQUESTS)
 
@@ -213,7 +213,7 @@ def test_f06_trap_25_after_a_sync_that_broke_off_no_process_generates_until_a_wh
     sender = Sender(undisturbed, 9)
     sender.weights["model.norm.weight"] = sender.weights["model.norm.weight"] * torch.nan
     with pytest.raises(WeightSyncError, match=r"model\.norm\.weight holds values that are not finite"):
-        sync_local(sender, supervised, version=9, dtype=torch.float32)
+        sync_local(sender.named_weights(torch.float32), supervised, version=9)
     _kill(supervised.pid)
     with pytest.raises(RuntimeError, match="cannot generate: the last weight sync broke off"):
         supervised.generate(REQUESTS)
@@ -320,7 +320,7 @@ def test_weights_that_sleeping_dropped_are_loaded_again_from_memory_before_anyth
     engine = SupervisedEngine(partial(InThisProcess, inner), max_restarts=0, name="the rollout engine of rank 0")
     engine.sleep()
     engine.wake("weights")
-    sync_local(sender, engine, version=14, dtype=torch.float32)
+    sync_local(sender.named_weights(torch.float32), engine, version=14)
     engine.wake("weights", "kv_cache")
     before = engine.generate(REQUESTS)
     assert inner.num_syncs == 1

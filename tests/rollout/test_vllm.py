@@ -260,7 +260,7 @@ def test_f06_trap_25_vllm_that_is_killed_is_replaced_with_its_weights_and_leaves
     wanted = [request(uid=f"row {i}", num_completions=3, max_tokens=12) for i in range(4)]
     supervised = open_supervised(folder, tensor_parallel_size=size)
     before = supervised.generate(wanted)
-    receipt = sync_local(Sender(folder), supervised, version=5, dtype=torch.float32)
+    receipt = sync_local(Sender(folder).named_weights(torch.float32), supervised, version=5)
     assert (receipt.num_tensors, receipt.num_proven) == (len(Sender(folder).weights), 0)
     after = supervised.generate(wanted)
     assert len(marked(f"{folder}-{size}")) >= size

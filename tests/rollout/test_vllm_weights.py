@@ -103,7 +103,7 @@ def test_trap_11_an_adapter_alone_changes_logprobs_as_its_merged_weights_do(vllm
     for version in (4, 5):
         sender = AdapterSender(engine, seed=version)
         assert len(sender.weights) == 2 * 7
-        receipt = sync_local(sender, engine, version=version, dtype=torch.float32)
+        receipt = sync_local(sender.named_weights(torch.float32), engine, version=version)
         assert receipt.num_proven == receipt.num_tensors == len(sender.weights)
         expected = merged(vllm_folder, sender.weights, 3**-0.5)
         assert_same_logprobs(engine, expected)
@@ -113,7 +113,7 @@ def test_trap_11_an_adapter_alone_changes_logprobs_as_its_merged_weights_do(vllm
         assert len(engine._llm.llm_engine.list_loras()) == 1
     for weights in sender.weights.values():
         weights.zero_()
-    sync_local(sender, engine, version=6, dtype=torch.float32)
+    sync_local(sender.named_weights(torch.float32), engine, version=6)
     for found, expected in zip(engine.logprobs(SEQUENCES), before, strict=True):
         assert found == pytest.approx(expected, abs=1e-6)
 
@@ -129,7 +129,7 @@ def test_trap_11_an_adapter_alone_changes_logprobs_as_its_merged_weights_do(vllm
     ids=["a value", "the scale", "beyond its rank"],
 )
 def test_what_vllm_computes_with_is_compared_and_not_what_it_was_given(adapted, tamper, name):
-    sync_local(AdapterSender(adapted, seed=7), adapted, version=7, dtype=torch.float32)
+    sync_local(AdapterSender(adapted, seed=7).named_weights(torch.float32), adapted, version=7)
     (model,) = adapted._llm.apply_model(lambda model: model)
     tamper(model.get_submodule("model.layers.0.self_attn.qkv_proj"))
     with pytest.raises(TrainingError, match=f"other values of {PREFIX}self_attn.{name}.weight than were loaded"):
@@ -138,12 +138,12 @@ def test_what_vllm_computes_with_is_compared_and_not_what_it_was_given(adapted, 
 
 @needs_vllm
 def test_an_adapter_that_is_not_whole_never_reaches_vllm(adapted):
-    sync_local(AdapterSender(adapted, seed=8), adapted, version=8, dtype=torch.float32)
+    sync_local(AdapterSender(adapted, seed=8).named_weights(torch.float32), adapted, version=8)
     half = AdapterSender(adapted, seed=9)
     del half.weights[f"{PREFIX}mlp.up_proj.lora_A.weight"]
     served = dict(adapted.served_checksums())
     with pytest.raises(WeightSyncError, match="weight sync 9: the engine serves "):
-        sync_local(half, adapted, version=9, dtype=torch.float32)
+        sync_local(half.named_weights(torch.float32), adapted, version=9)
     assert dict(adapted.served_checksums()) == served
     with pytest.raises(RuntimeError, match=r"the last weight sync did not bring .*up_proj\.lora_A\.weight"):
         adapted.generate([request()])
@@ -168,7 +168,7 @@ def test_an_adapter_that_vllm_cannot_serve_is_refused_at_the_start(vllm_folder, 
 def test_f06_trap_25_vllm_in_a_process_that_is_killed_is_replaced_with_its_adapter(vllm_folder):
     engine = open_with_adapter(vllm_folder, LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]), process={})
     sender = AdapterSender(engine, seed=1)
-    receipt = sync_local(sender, engine, version=3, dtype=torch.float32)
+    receipt = sync_local(sender.named_weights(torch.float32), engine, version=3)
     assert receipt.num_proven == receipt.num_tensors == 4
     expected = merged(vllm_folder, sender.weights, 16.0)
     assert_same_logprobs(engine, expected)

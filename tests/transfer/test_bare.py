@@ -27,7 +27,7 @@ def seconds_per_byte_of_a_copy() -> float:
 def push(medium, join):
     end = join(medium)
     measured = seconds_per_byte_sent(end)
-    push_weights(DictSender(random_weights(1)), end, version=1, dtype=torch.bfloat16)
+    push_weights(DictSender(random_weights(1)).named_weights(torch.bfloat16), end, version=1)
     return measured, seconds_per_byte_of_a_copy()
 
 

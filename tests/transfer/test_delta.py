@@ -127,7 +127,7 @@ def push(join):
     medium, encoder, moved = join(ProcessGroupMedium), DeltaEncoder(), []
     for version, weights in enumerate(versions(), start=1):
         receipt = push_weights(
-            DictSender(weights), medium, version=version, dtype=torch.bfloat16, bucket_bytes=4096, delta=encoder
+            DictSender(weights).named_weights(torch.bfloat16), medium, version=version, bucket_bytes=4096, delta=encoder
         )
         moved.append(receipt.num_bytes_moved)
     return moved

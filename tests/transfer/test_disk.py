@@ -38,7 +38,7 @@ def push(folder, versions, bucket_bytes, join):
     medium = join(DiskMedium, folder=folder, run="/run")
     for version in versions:
         sender = DictSender(random_weights(version))
-        push_weights(sender, medium, version=version, dtype=torch.bfloat16, bucket_bytes=bucket_bytes)
+        push_weights(sender.named_weights(torch.bfloat16), medium, version=version, bucket_bytes=bucket_bytes)
 
 
 def pull(folder, versions, join):
@@ -95,7 +95,7 @@ def test_a_measurement_leaves_the_versions_that_are_there_and_is_none(tmp_path):
 def push_changes(folder, join):
     medium, weights, encoder = join(DiskMedium, folder=folder, run="/run"), random_weights(1), DeltaEncoder()
     for version in (1, 2):
-        push_weights(DictSender(weights), medium, version=version, dtype=torch.bfloat16, delta=encoder)
+        push_weights(DictSender(weights).named_weights(torch.bfloat16), medium, version=version, delta=encoder)
         next(iter(weights.values())).view(-1)[0] += 1
 
 
@@ -217,9 +217,9 @@ def push_twice(folder, join):
     """What the first sync failed with; the second succeeds."""
     medium = join(DiskMedium, folder=folder, run="/run")
     try:
-        push_weights(DictSender(random_weights(1)), medium, version=1, dtype=torch.bfloat16, bucket_bytes=4096)
+        push_weights(DictSender(random_weights(1)).named_weights(torch.bfloat16), medium, version=1, bucket_bytes=4096)
     except WeightSyncError as error:
-        push_weights(DictSender(random_weights(2)), medium, version=2, dtype=torch.bfloat16, bucket_bytes=4096)
+        push_weights(DictSender(random_weights(2)).named_weights(torch.bfloat16), medium, version=2, bucket_bytes=4096)
         return str(error)
 
 
@@ -280,10 +280,10 @@ def no_room_for(name):
 def push_without_room(folder, room, join):
     """What the first sync failed with; the second, with more room, succeeds."""
     medium = join(DiskMedium, folder=folder, run="/run")
-    push_of = partial(push_weights, DictSender(LARGE), medium, dtype=torch.bfloat16)
+    sender = DictSender(LARGE)
     with pytest.raises(ExportError) as refused, room():
-        push_of(version=1)
-    push_of(version=2)
+        push_weights(sender.named_weights(torch.bfloat16), medium, version=1)
+    push_weights(sender.named_weights(torch.bfloat16), medium, version=2)
     return str(refused.value)
 
 
@@ -375,8 +375,8 @@ def test_what_comes_into_a_run_s_folder_later_is_no_version_and_stays(tmp_path, 
         (other / "complete.json").write_text("{}")
     for version in (1, 2, 3):
         with ThreadPoolExecutor(1) as thread:
-            weights = DictSender(random_weights(version))
-            pushing = thread.submit(push_weights, weights, sender, version=version, dtype=torch.bfloat16)
+            weights = DictSender(random_weights(version)).named_weights(torch.bfloat16)
+            pushing = thread.submit(push_weights, weights, sender, version=version)
             pull_weights(receiver, medium)
             pushing.result()
     assert sorted(os.listdir(folder)) == sorted(["owner.json", "version-2", "version-3", name])

@@ -58,10 +58,9 @@ def push(join, *, medium=SharedMemoryMedium, before=lambda name: None, deltas=Fa
         end.send = counted
         try:
             receipt = push_weights(
-                DictSender(weights_of(version, deltas=deltas), before),
+                DictSender(weights_of(version, deltas=deltas), before).named_weights(torch.bfloat16),
                 end,
                 version=version,
-                dtype=torch.bfloat16,
                 bucket_bytes=BUCKET_BYTES,
                 delta=encoder,
             )
@@ -155,7 +154,7 @@ def push_not_a_number(join):
     weights = random_weights(1)
     weights["experts"][2, 3, 4] = math.nan
     with pytest.raises(WeightSyncError, match="weight sync 1: experts holds values that are not finite") as caught:
-        push_weights(DictSender(weights), join(SharedMemoryMedium), version=1, dtype=torch.bfloat16)
+        push_weights(DictSender(weights).named_weights(torch.bfloat16), join(SharedMemoryMedium), version=1)
     return str(caught.value)
 
 

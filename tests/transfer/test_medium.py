@@ -57,7 +57,7 @@ def push(medium, folder, join, *, before=nothing, tamper=nothing, num_syncs=1, t
             weights = random_weights(version)
             tamper(weights)
             sender = DictSender(weights, before)
-            receipts.append(push_weights(sender, end, version=version, dtype=torch.bfloat16, bucket_bytes=4096))
+            receipts.append(push_weights(sender.named_weights(torch.bfloat16), end, version=version, bucket_bytes=4096))
         return receipts
     except WeightSyncError as error:
         return error, time.monotonic() - started

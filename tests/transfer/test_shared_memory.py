@@ -25,9 +25,11 @@ from shardwise.transfer import shared_memory as module
 def push(join):
     medium = join(SharedMemoryMedium)
     for version in range(1, 20):
-        push_weights(DictSender(random_weights(1)), medium, version=version, dtype=torch.bfloat16, bucket_bytes=4096)
+        push_weights(
+            DictSender(random_weights(1)).named_weights(torch.bfloat16), medium, version=version, bucket_bytes=4096
+        )
     # Buckets of another size need other slots, which have to be mapped anew.
-    push_weights(DictSender(random_weights(1)), medium, version=20, dtype=torch.bfloat16, bucket_bytes=1 << 16)
+    push_weights(DictSender(random_weights(1)).named_weights(torch.bfloat16), medium, version=20, bucket_bytes=1 << 16)
     return len(os.listdir("/proc/self/fd"))
 
 

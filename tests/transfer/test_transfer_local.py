@@ -78,7 +78,7 @@ def version_of(engine: EmbeddedEngine) -> int:
 def assert_refuses_until_a_whole_sync(engine: EmbeddedEngine) -> None:
     with pytest.raises(RuntimeError, match="sync them whole before it generates"):
         version_of(engine)
-    sync_local(Sender(1), engine, version=3, dtype=torch.float32)
+    sync_local(Sender(1).named_weights(torch.float32), engine, version=3)
     assert version_of(engine) == 3
     assert tokens_of(engine) == tokens_of(build_engine(1))
 
@@ -95,7 +95,7 @@ def tokens_of(engine: EmbeddedEngine) -> list[list[int]]:
 def test_after_a_sync_the_engine_serves_what_was_sent_and_says_how_much(dtype):
     engine = build_engine(0, dtype)
     before = tokens_of(engine)
-    receipt = sync_local(Sender(1), engine, version=5, dtype=dtype)
+    receipt = sync_local(Sender(1).named_weights(dtype), engine, version=5)
     expected = build_engine(1, dtype)
     assert tokens_of(engine) == tokens_of(expected)
     assert tokens_of(engine) != before
@@ -111,11 +111,11 @@ def test_tensors_that_may_be_infinite_are_synced_unless_they_hold_nan():
         return lambda weights: weights[NORM].fill_(value)
 
     engine = build_engine(0)
-    sync = partial(sync_local, receiver=engine, version=1, dtype=torch.float32)
+    sync = partial(sync_local, receiver=engine, version=1)
     for value, may_be_infinite in ((torch.inf, []), (torch.inf, [PROJECTION]), (torch.nan, [NORM])):
         with pytest.raises(NotFiniteWeightsError, match=f"{NORM} holds values that are not finite"):
-            sync(Sender(1, bound(value)), may_be_infinite=may_be_infinite)
-    assert sync(Sender(1, bound(-torch.inf)), may_be_infinite={NORM}).num_proven == 12
+            sync(Sender(1, bound(value)).named_weights(torch.float32), may_be_infinite=may_be_infinite)
+    assert sync(Sender(1, bound(-torch.inf)).named_weights(torch.float32), may_be_infinite={NORM}).num_proven == 12
 
 
 def flip_one_bit(weights):
@@ -142,9 +142,9 @@ def drop(weights):
 )
 def test_a_sender_that_differs_from_the_engine_is_named_and_nothing_committed(tamper, named):
     engine = build_engine(0)
-    sync_local(Sender(0), engine, version=1, dtype=torch.float32)
+    sync_local(Sender(0).named_weights(torch.float32), engine, version=1)
     with pytest.raises(WeightSyncError, match=f"weight sync 2: {named}"):
-        sync_local(Sender(1, tamper), engine, version=2, dtype=torch.float32)
+        sync_local(Sender(1, tamper).named_weights(torch.float32), engine, version=2)
     assert_refuses_until_a_whole_sync(engine)
 
 
@@ -156,7 +156,7 @@ def test_a_sender_that_differs_from_the_engine_is_named_and_nothing_committed(ta
 def test_f40_a_tensor_damaged_or_lost_on_the_way_is_named_and_nothing_committed(tamper, named):
     engine = build_engine(0)
     with pytest.raises(WeightSyncError, match=f"the engine serves other values of {named} than were sent"):
-        sync_local(Sender(1), LosingEngine(engine, tamper), version=2, dtype=torch.float32)
+        sync_local(Sender(1).named_weights(torch.float32), LosingEngine(engine, tamper), version=2)
     assert_refuses_until_a_whole_sync(engine)
 
 
@@ -172,7 +172,7 @@ def test_a_rank_whose_engine_fails_takes_part_in_gathering_to_the_end():
 
     sender = CountingSender(1, lambda weights: weights.update({"model.embed_tokens.weight": torch.zeros(1)}))
     with pytest.raises(WeightSyncError, match="embed_tokens"):
-        sync_local(sender, build_engine(0), version=2, dtype=torch.float32)
+        sync_local(sender.named_weights(torch.float32), build_engine(0), version=2)
     assert len(gathered) == 12
 
 
@@ -183,7 +183,7 @@ def peak_of_two_syncs(folder):
     engine = EmbeddedEngine.from_folder(Path(folder), dtype=torch.float32, max_rows=2, device=torch.device("cpu"))
     with LiveBytes(trainer, engine._model) as live:
         for version in (1, 2):
-            sync_local(ModelSender(trainer), engine, version=version, dtype=torch.float32)
+            sync_local(ModelSender(trainer).named_weights(torch.float32), engine, version=version)
     return live.peak, unit_bytes(engine._model), sum(weight.nbytes for _, weight in engine.served_weights())
 
 

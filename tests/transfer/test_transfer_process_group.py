@@ -79,7 +79,10 @@ def push_large(num_syncs, join):
     try:
         return [
             push_weights(
-                DictSender(large_weights(version)), medium, version=version, dtype=torch.bfloat16, bucket_bytes=1 << 24
+                DictSender(large_weights(version)).named_weights(torch.bfloat16),
+                medium,
+                version=version,
+                bucket_bytes=1 << 24,
             )
             for version in range(1, num_syncs + 1)
         ]

@@ -41,7 +41,7 @@ def train_and_push(folder, lora, store, rank, _join):
     engine.forward_backward(packed.shards[rank], SFT_LOSS.function, packed.denominators)
     engine.optim_step()
     medium = ProcessGroupMedium.join(dist.FileStore(store, -1), 0, 2) if rank == 0 else None
-    receipt = push_weights(engine, medium, version=1, dtype=torch.float32, bucket_bytes=1 << 14)
+    receipt = push_weights(engine.named_weights(torch.float32), medium, version=1, bucket_bytes=1 << 14)
     whole = [replace(sample, loss_mask=torch.arange(len(sample.token_ids)) > 0) for sample in samples]
     packed = pack(whole, num_shards=2, max_tokens=64)
     outputs = engine.forward(packed.shards[rank], temperature=1.0)
@@ -96,7 +96,7 @@ def peak_of_pushing(folder, store, kind, rank, _join):
     load_weights(trainer, folder)
     medium = kind.join(dist.FileStore(store, -1), 0, 2) if rank == 0 else None
     with LiveBytes(trainer) as live:
-        push_weights(ModelSender(trainer), medium, version=1, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
+        push_weights(ModelSender(trainer).named_weights(torch.float32), medium, version=1, bucket_bytes=BUCKET_BYTES)
     return live.peak
 
 
@@ -128,7 +128,7 @@ def test_a_weight_switch_takes_one_unit_beside_the_rollout_weights(tmp_path, fam
 def test_a_rank_without_an_end_takes_part_in_gathering():
     gathered = []
     sender = DictSender(random_weights(1), gathered.append)
-    assert push_weights(sender, None, version=1, dtype=torch.bfloat16) is None
+    assert push_weights(sender.named_weights(torch.bfloat16), None, version=1) is None
     assert gathered == list(random_weights(1))
 
 
@@ -136,7 +136,9 @@ def push(join):
     gathered = []
     sender = DictSender(random_weights(1), gathered.append)
     try:
-        result = push_weights(sender, join(ProcessGroupMedium), version=1, dtype=torch.bfloat16, bucket_bytes=4096)
+        result = push_weights(
+            sender.named_weights(torch.bfloat16), join(ProcessGroupMedium), version=1, bucket_bytes=4096
+        )
     except WeightSyncError as error:
         result = error
     return result, gathered

@@ -1,18 +1,17 @@
 """One rank's part in bringing the policy's weights to the rollout engines."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from shardwise.config import TrainingError
-from shardwise.engine import TrainEngine, raised_on_every_rank
+from shardwise.engine import raised_on_every_rank
 from shardwise.fault_plan import fault_point
 from shardwise.memfd import SharedTensors
 from shardwise.recipes.rank.hosted_engines import POLICY, HostedEngine, HostedEngines
-from shardwise.region import Region
 from shardwise.rollout import VllmEngine
 from shardwise.transfer import (
     Assembly,
@@ -27,30 +26,6 @@ from shardwise.transfer import (
     sync_local,
     take_pieces,
 )
-from shardwise.types import WeightSender
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSender:
-    """Sends what an adapter file of the engine would hold, under peft's names."""
-
-    engine: TrainEngine
-
-    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """See WeightSender."""
-        return self.engine.adapter_weights(dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class NeededSender:
-    """Sends what the rollout engine's part on each rank needs of the weights."""
-
-    engine: TrainEngine
-    needed: Mapping[str, Region]
-
-    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """See WeightSender."""
-        return self.engine.needed_weights(dtype, self.needed)
 
 
 class WeightTransfer:
@@ -110,14 +85,11 @@ class WeightTransfer:
         """
         fault_point("sync")
         hosted = self._engines.take_device(POLICY, "params")
-        dtype = getattr(torch, hosted.config.param_dtype)
-        encoder = self._encoder if delta else None
         receipt = push_weights(
-            self._sender(hosted),
+            self._weights(hosted),
             self._joined_medium(),
             version=version,
-            dtype=dtype,
-            delta=encoder,
+            delta=self._encoder if delta else None,
             may_be_infinite=hosted.engine.buffer_names,
         )
         return None if receipt is None else asdict(receipt)
@@ -141,10 +113,7 @@ class WeightTransfer:
         assert engine is not None
         hosted = self._engines.take_device(POLICY, "params")
         engine.wake("weights")
-        dtype = getattr(torch, hosted.config.param_dtype)
-        receipt = sync_local(
-            self._sender(hosted), engine, version=version, dtype=dtype, may_be_infinite=hosted.engine.buffer_names
-        )
+        receipt = sync_local(self._weights(hosted), engine, version=version, may_be_infinite=hosted.engine.buffer_names)
         self._engines.synced_version = version
         return receipt
 
@@ -159,12 +128,13 @@ class WeightTransfer:
             self._medium = self._join_medium()
         return self._medium
 
-    def _sender(self, hosted: HostedEngine) -> WeightSender:
-        rollout = self._engines.rollout_engine
+    def _weights(self, hosted: HostedEngine) -> Iterator[tuple[str, torch.Tensor]]:
+        """Streams what this rank's rollout engine needs of the policy's weights, or all of it."""
+        rollout, dtype = self._engines.rollout_engine, getattr(torch, hosted.config.param_dtype)
         if self._syncs_adapter_only:
-            return AdapterSender(hosted.engine)
+            return hosted.engine.adapter_weights(dtype)
         if isinstance(rollout, VllmEngine) and rollout.is_part:
             with raised_on_every_rank(TrainingError):  # else others would wait; loading has no collectives
                 needed = rollout.needed_regions()
-            return NeededSender(hosted.engine, needed)
-        return hosted.engine
+            return hosted.engine.needed_weights(dtype, needed)
+        return hosted.engine.named_weights(dtype)
