@@ -253,7 +253,7 @@ def measure_local(rounds: int) -> dict[str, list[float]]:
             seconds["in_process"].append(sync_local(engine.named_weights(DTYPE), rollout, version=version).seconds)
             with (
                 patch("shardwise.checksum.checksum", nothing),
-                patch("shardwise.transfer.base._checksum_if_finite", finite_alone),
+                patch("shardwise.transfer.receipt._checksum_if_finite", finite_alone),
             ):
                 seconds["unproven"].append(sync_local(engine.named_weights(DTYPE), rollout, version=version).seconds)
     return {name: values[1:] for name, values in seconds.items()}

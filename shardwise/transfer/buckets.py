@@ -16,8 +16,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from shardwise.transfer.base import WeightSyncError
 from shardwise.transfer.medium import Medium, Place, nowhere
+from shardwise.transfer.receipt import WeightSyncError
 
 MAX_HEADER_BYTES = 1 << 15
 """The most that a medium carries beside a bucket's data."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.transfer.base import WeightSyncError
 from shardwise.transfer.buckets import Encoding, Entry, as_bytes
+from shardwise.transfer.receipt import WeightSyncError
 
 _BLOCK_BITS = 16
 _POSITION_BYTES = 2

@@ -28,9 +28,9 @@ from shardwise.config import ConfigError, ExportError
 from shardwise.durable import fsync_path
 from shardwise.memfd import SharedTensors
 from shardwise.observability import write_json_atomic
-from shardwise.transfer.base import SyncReceipt, WeightSyncError
 from shardwise.transfer.buckets import BucketReader, Header, Segment
 from shardwise.transfer.medium import MEASUREMENT, SENDER, MediumError, Place, Rendezvous, name_of, nowhere
+from shardwise.transfer.receipt import SyncReceipt, WeightSyncError
 from shardwise.transfer.sync import load_verified
 from shardwise.types import WeightReceiver
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shardwise.transfer.base import Manifest, SyncReceipt, gathered_to_the_end
+from shardwise.transfer.receipt import Manifest, SyncReceipt, gathered_to_the_end
 from shardwise.types import WeightReceiver
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.config import PeerLostError
 from shardwise.memfd import SharedTensors
-from shardwise.transfer.base import WeightSyncError
+from shardwise.transfer.receipt import WeightSyncError
 
 SENDER = 0
 """The end that sends; all others receive."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from shardwise.checksum import checksum
 from shardwise.config import ExportError
 from shardwise.memfd import SharedTensors
-from shardwise.transfer.base import Manifest, NotFiniteWeightsError, SyncReceipt, WeightSyncError, gathered_to_the_end
 from shardwise.transfer.buckets import (
     DEFAULT_BUCKET_BYTES,
     Assembly,
@@ -30,6 +29,13 @@ from shardwise.transfer.buckets import (
 )
 from shardwise.transfer.delta import DeltaDecoder, DeltaEncoder
 from shardwise.transfer.medium import SENDER, Medium, MediumError, name_of
+from shardwise.transfer.receipt import (
+    Manifest,
+    NotFiniteWeightsError,
+    SyncReceipt,
+    WeightSyncError,
+    gathered_to_the_end,
+)
 from shardwise.types import WeightReceiver
 
 _TOLD = {kind.__name__: kind for kind in (ExportError, NotFiniteWeightsError)}

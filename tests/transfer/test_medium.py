@@ -20,7 +20,7 @@ from shardwise.transfer import (
     pull_weights,
     push_weights,
 )
-from shardwise.transfer.base import NotFiniteWeightsError
+from shardwise.transfer.receipt import NotFiniteWeightsError
 
 MEDIA: dict[str, Any] = {"process group": ProcessGroupMedium, "shared memory": SharedMemoryMedium, "disk": DiskMedium}
 NOTICES_DEATH = {"process group", "shared memory"}

@@ -13,7 +13,7 @@ from shardwise.engine.loading import load_weights
 from shardwise.rollout import EmbeddedEngine
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, register_cached_attention
 from shardwise.transfer import WeightSyncError, sync_local
-from shardwise.transfer.base import NotFiniteWeightsError
+from shardwise.transfer.receipt import NotFiniteWeightsError
 from shardwise.types import GenerateRequest
 
 NORM, PROJECTION = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"

@@ -9,7 +9,7 @@ from ends import DictReceiver, DictSender, random_weights, run_ends, same
 
 from shardwise.memfd import SharedTensors
 from shardwise.transfer import ProcessGroupMedium, SharedMemoryMedium, pull_weights, push_weights
-from shardwise.transfer.bare import seconds_per_byte_inside, seconds_per_byte_sent, take_pieces
+from shardwise.transfer.measurement import seconds_per_byte_inside, seconds_per_byte_sent, take_pieces
 
 NUM_BYTES = 1 << 25
 

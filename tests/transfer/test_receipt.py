@@ -6,7 +6,7 @@ import torch
 from stand_in_streams import OnAccelerator, Streams
 
 from shardwise.checksum import checksums
-from shardwise.transfer import Manifest, WeightSyncError, base
+from shardwise.transfer import Manifest, WeightSyncError, receipt
 
 SERVED = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.arange(4.0).view(2, 2))]
 
@@ -95,13 +95,13 @@ def test_a_tensor_that_is_being_hashed_is_known_to_be_sent_already():
 def test_what_is_sent_is_hashed_behind_what_gathered_it(monkeypatch):
     streams, seen = Streams(), []
     monkeypatch.setattr(torch.accelerator, "current_stream", streams.of_device)
-    original = base._checksum_if_finite
+    original = receipt._checksum_if_finite
 
     def watched(tensor, **options):
         seen.append(streams.current)
         return original(tensor, **options)
 
-    monkeypatch.setattr(base, "_checksum_if_finite", watched)
+    monkeypatch.setattr(receipt, "_checksum_if_finite", watched)
 
     def gathered():
         for number, (name, tensor) in enumerate(SERVED):
