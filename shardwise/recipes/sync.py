@@ -50,7 +50,8 @@ class WeightSync:
         self._seconds_per_byte: float | None = None
         self.shares: dict[str, float] = {}
         """Shares of the last sync's seconds: sync/share_of_limit is what moving its bytes would take with nothing else
-        to do, sync/share_of_proof what verification alone took on the rank where it took longest."""
+        to do, sync/share_of_proof what verification alone took on the rank where it took longest. sync/share_read_back:
+        of its tensors, those whose served values were compared, at the engine that can read back fewest."""
 
     def sync(self, version: int) -> Metrics:
         """Syncs the weights. Returns only once every rollout engine verifiably serves this version.
@@ -66,6 +67,7 @@ class WeightSync:
         self.shares = {
             "sync/share_of_limit": receipts[0]["num_bytes_moved"] * self._seconds_per_byte / seconds,
             "sync/share_of_proof": max(receipt["seconds_of_proof"] for receipt in receipts) / seconds,
+            "sync/share_read_back": min(receipt["num_proven"] / receipt["num_tensors"] for receipt in receipts),
         }
         by_rank = dict(zip(self._ranks.rollouts.ranks, receipts, strict=True))
         require_same_receipts(version, by_rank, num_parts=self._ranks.num_weight_parts)

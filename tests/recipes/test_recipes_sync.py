@@ -20,6 +20,7 @@ from shardwise.types import Example, ImageRef
 RECEIPT = {
     "version": 3,
     "num_tensors": 2,
+    "num_proven": 1,
     "num_bytes": 10,
     "digest": "ab",
     "num_bytes_moved": 7,
@@ -109,6 +110,7 @@ def test_of_every_sync_it_is_known_what_share_of_its_time_the_bytes_need(fake_gr
         sync.sync(version)
         assert 0.1 < sync.shares["sync/share_of_limit"] <= 0.28
         assert 0 < sync.shares["sync/share_of_proof"] <= 0.2
+        assert sync.shares["sync/share_read_back"] == 1 / 2
     assert group.methods == ["measure_sync", "sync_weights", "sync_weights"]
 
 
