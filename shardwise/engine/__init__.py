@@ -1,6 +1,6 @@
 """One model sharded with fully_shard, and its optimizer: layout, attention, logprobs, weights. No Ray, no rollouts."""
 
-from shardwise.engine.agreement import named_failures, raised_on_every_rank
+from shardwise.engine.agreement import named_failures, raised_on_every_rank, written_on_every_rank
 from shardwise.engine.divergence import DivergenceKind, VocabularyTerms
 from shardwise.engine.engine import LossFn, Part, TrainEngine
 from shardwise.engine.export import StagedExport

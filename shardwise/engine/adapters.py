@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.config import ExportError, LoraConfig, ModelError
+from shardwise.config import LoraConfig, ModelError
 from shardwise.durable import fsync_folder
-from shardwise.engine.agreement import named_failures, raised_on_every_rank
+from shardwise.engine.agreement import raised_on_every_rank, written_on_every_rank
 from shardwise.engine.gathering import gathered, gathered_in_order
 from shardwise.engine.heads import VALUE_PROJECTIONS, HeadName
 from shardwise.engine.loading import LOADABLE_DTYPES, LOADABLE_NAMES
@@ -131,7 +131,7 @@ def export_adapter(model: PreTrainedModel, path: Path, base_model_name: str) -> 
     """
     adapter = StagedAdapter.of(model, base_model_name)
     staging = path.with_name(f".{path.name}.partial")
-    with raised_on_every_rank(ExportError), named_failures(path):
+    with written_on_every_rank(path):
         if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)

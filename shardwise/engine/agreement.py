@@ -87,3 +87,11 @@ def named_failures(folder: Path) -> Iterator[None]:
         if isinstance(error, FileNotFoundError):
             remedy = "something has removed or moved it since, or its disk is not mounted any more"
         raise ExportError(f"{folder} cannot be written: {error}; {remedy}") from None
+
+
+@contextmanager
+def written_on_every_rank(folder: Path) -> Iterator[None]:
+    """Collective like `raised_on_every_rank`, for a body that writes files into the folder or hashes those that were
+    written there: what fails on one rank is an ExportError on all, with the remedies of `named_failures`."""
+    with raised_on_every_rank(ExportError), named_failures(folder):
+        yield

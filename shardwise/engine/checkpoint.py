@@ -21,9 +21,9 @@ import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from shardwise.config import DamagedError, ExportError, ModelError
+from shardwise.config import DamagedError, ModelError
 from shardwise.durable import fsync_folder
-from shardwise.engine.agreement import named_failures, raised_on_every_rank
+from shardwise.engine.agreement import raised_on_every_rank, written_on_every_rank
 from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.optimizer import BEGIN_WITHOUT_STATE, MASTER, ShardedOptimizer
 from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec, differences
@@ -52,17 +52,17 @@ def save_state(
         ExportError: on every rank, if a rank could not write. Whatever `meanwhile` raises, when the file is written.
     """
     state = StagedState.of(optimizer, plan)
-    with raised_on_every_rank(ExportError), named_failures(folder):
+    with written_on_every_rank(folder):
         if dist.get_rank() == 0:  # the others find it there, unless they see another file system
             folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(1, thread_name_prefix="state") as thread:
         writing = thread.submit(on_current_stream(partial(state.write, folder), state.device))
         meanwhile()
     file: ShardFile | None = None
-    with raised_on_every_rank(ExportError), named_failures(folder):
+    with written_on_every_rank(folder):
         file = writing.result()
     files = all_gather_json(None if file is None else asdict(file))
-    with raised_on_every_rank(ExportError), named_failures(folder):
+    with written_on_every_rank(folder):
         if dist.get_rank() == 0:
             state.finish(folder, [None if tree is None else ShardFile(**tree) for tree in files])
 

@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from shardwise.config import ExportError
 from shardwise.durable import fsync_folder
-from shardwise.engine.agreement import named_failures, raised_on_every_rank
+from shardwise.engine.agreement import written_on_every_rank
 from shardwise.engine.conversions import ExportBlock, export_blocks
 from shardwise.engine.gathering import gathered_blocks
 from shardwise.engine.model_classes import CODE_NAME, auto_map, class_code
@@ -64,7 +64,7 @@ def export_folder(
     staging = path.with_name(f".{path.name}.partial")
     plan = ExportPlan.of(model, dtype, max_shard_size=max_shard_size)
     try:
-        with raised_on_every_rank(ExportError), named_failures(staging):
+        with written_on_every_rank(staging):
             if dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
@@ -75,9 +75,9 @@ def export_folder(
             if weights is not None:
                 require_finite(dict(zip(block.runtime_names, wholes, strict=True)), buffers=buffer_names(model))
             writers.write(block, wholes)
-        with raised_on_every_rank(ExportError), named_failures(staging):
+        with written_on_every_rank(staging):
             writers.finish()
-        with raised_on_every_rank(ExportError), named_failures(path):
+        with written_on_every_rank(path):
             if dist.get_rank() == 0:
                 plan.finish(staging)
                 shutil.rmtree(path, ignore_errors=True)

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +32,7 @@ from shardwise.config import (
 )
 from shardwise.data import load_tokenizer
 from shardwise.durable import fsync_folder
-from shardwise.engine import PHASES, Fault, TrainEngine, named_failures, raised_on_every_rank
+from shardwise.engine import PHASES, Fault, TrainEngine, written_on_every_rank
 from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec
 from shardwise.engine.state_files import ShardFile, shard_name
@@ -195,12 +195,12 @@ def write_bundle(
     }
     step = step.model_copy(update={"ranks": records, **sources})
     try:
-        with _agreed(staging):
+        with written_on_every_rank(staging):
             if rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
         _write_weights(engine, step.engine, staging)
-        with _agreed(staging):
+        with written_on_every_rank(staging):
             if rank % step.engine.layout.ulysses_size == 0:  # the others of its group have the same
                 tensors = _tensors(batches)
                 specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
@@ -208,11 +208,11 @@ def write_bundle(
             if rank == 0:
                 with_files = step.model_copy(update={"files": _fingerprints_to_keep(step)})
                 write_sealed_json(staging / BUNDLE, with_files.tree())
-        with _agreed(staging):
+        with written_on_every_rank(staging):
             hashes = hash_share(staging)
         shares = all_gather_json(hashes)
         final = folder
-        with _agreed(folder):
+        with written_on_every_rank(folder):
             if rank == 0:
                 write_manifest(staging, shares, step=step.number)
                 for part in (staging, *(path for path in staging.iterdir() if path.is_dir())):
@@ -239,13 +239,6 @@ def _fingerprints_to_keep(step: SkippedStep) -> Fingerprints:
         return step.models_outside.fingerprints()
     except (ConfigError, ModelError) as error:
         raise ExportError(str(error)) from None
-
-
-@contextmanager
-def _agreed(folder: Path) -> Iterator[None]:
-    """Inside, a failure to write on one rank raises ExportError on all."""
-    with raised_on_every_rank(ExportError), named_failures(folder):
-        yield
 
 
 def _free(folder: Path) -> Path:

@@ -2,7 +2,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.config import ConfigError, DataError, ExportError, ModelError
-from shardwise.engine.agreement import named_failures, raised_on_every_rank
+from shardwise.engine.agreement import named_failures, raised_on_every_rank, written_on_every_rank
 
 
 def fails(errors):
@@ -53,3 +53,21 @@ def test_a_folder_that_is_gone_meanwhile_is_not_put_down_to_a_lack_of_space(tmp_
     told = rf"^{tmp_path} cannot be written: \[Errno 2\] .*; something has removed or moved it since, "
     with pytest.raises(ExportError, match=told), named_failures(tmp_path):
         (tmp_path / "gone" / "file").write_text("")
+
+
+def writes(folder):
+    try:
+        with written_on_every_rank(folder):
+            if dist.get_rank() == 1:
+                raise OSError(28, "disk full")
+    except ExportError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_one_rank_cannot_write_is_told_on_every_rank_with_its_folder(run_ranks, tmp_path):
+    told = (
+        f"rank 1: {tmp_path} cannot be written: [Errno 28] disk full; free space there, or choose a folder that every "
+        "rank can write to"
+    )
+    assert run_ranks(writes, 2, tmp_path) == [told] * 2

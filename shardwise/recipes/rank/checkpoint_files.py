@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shardwise.config import DamagedError, EngineConfig, ExportError, ModelConfig, ModelError
+from shardwise.config import DamagedError, EngineConfig, ModelConfig, ModelError
 from shardwise.data import load_tokenizer
-from shardwise.engine import Part, named_failures, raised_on_every_rank, rewrite_folder
+from shardwise.engine import Part, rewrite_folder, written_on_every_rank
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.checkpointing.manifest import hash_share, verify_share
 from shardwise.recipes.rank.hosted_engines import HostedEngines
@@ -80,7 +80,7 @@ class CheckpointFiles:
     def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
         """Hashes this rank's share of a checkpoint's files for its manifest. Raises ExportError on every rank if one
         cannot be read."""
-        with raised_on_every_rank(ExportError), named_failures(Path(checkpoint)):
+        with written_on_every_rank(Path(checkpoint)):
             return hash_share(Path(checkpoint))
 
     def verify_files(self, checkpoint: str) -> str | None:
