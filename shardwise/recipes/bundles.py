@@ -41,7 +41,7 @@ from shardwise.recipes.checkpointing.fingerprints import Fingerprints, changed_f
 from shardwise.recipes.checkpointing.manifest import hash_share, verify_share, write_manifest
 from shardwise.recipes.checkpointing.publishing import NONFINITE, make_name_durable, unfinished_bundle
 from shardwise.recipes.engine_source import EngineSource
-from shardwise.recipes.losses import Loss, LossKind, make_loss
+from shardwise.recipes.losses import LossSource
 from shardwise.types import Denominators, Images, TokenBatch
 
 MAX_BUNDLES = 3
@@ -60,18 +60,6 @@ class Record(BaseModel):
         """Returns it as JSON-serializable values."""
         tree: dict[str, Any] = json.loads(self.model_dump_json())
         return tree
-
-
-class LossSource(Record):
-    """What a loss is made from; see `make_loss`."""
-
-    kind: LossKind = "sft"
-    config: str = ""
-    numbers: dict[str, float] = {}
-
-    def make(self) -> Loss:
-        """Makes the loss. Raises ConfigError: a function of the user's own cannot be imported."""
-        return make_loss(self.kind, self.config, self.numbers)
 
 
 class MicroBatchRecord(Record):

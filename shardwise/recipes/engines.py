@@ -23,7 +23,7 @@ from shardwise.engine import HeadName, ParallelDims
 from shardwise.engine.precision import emulated_dtype
 from shardwise.engine.schedule import missed_peak
 from shardwise.recipes.engine_source import EngineSource
-from shardwise.recipes.losses import LossKind
+from shardwise.recipes.losses import LossKind, LossSource
 from shardwise.recipes.sampling.sampled_tokens import require_sampled
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
@@ -106,7 +106,7 @@ class RemoteEngine:
     def use_loss(self, kind: LossKind, config: Config, **numbers: float) -> None:
         """Replaces the loss, cross-entropy at first, by one made from its config and from numbers that change during a
         run."""
-        self.group.call("use_loss", self.role, kind, config.model_dump_json(), numbers)
+        self.group.call("use_loss", self.role, LossSource.of(kind, config, **numbers).model_dump_json())
 
     def save(self, folder: str, *, state: str = "") -> None:
         """Writes its weights into `folder`: into hf/, and adapter/ if it has one. Writes what its training resumes from

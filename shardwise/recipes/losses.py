@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 from torch import Tensor
 
 from shardwise.algorithms import (
@@ -39,6 +39,7 @@ from shardwise.algorithms import (
 )
 from shardwise.config import (
     AlgorithmConfig,
+    Config,
     CriticConfig,
     Custom,
     CustomPreference,
@@ -92,21 +93,38 @@ class Loss:
     """The divergence from its teacher, if it learns from one."""
 
 
-def make_loss(kind: LossKind, config: str, numbers: Mapping[str, float]) -> Loss:
-    """Makes the loss of a kind, from the JSON of its config and the numbers that change during a run."""
-    match kind:
-        case "sft":
-            return SFT_LOSS
-        case "policy":
-            return Loss(policy_loss(AlgorithmConfig.model_validate_json(config), **numbers), with_entropy=True)
-        case "value":
-            return Loss(value_loss(CriticConfig.model_validate_json(config)))
-        case "preference":
-            return Loss(preference_loss(_ANY_PREFERENCE.validate_json(config), **numbers))
-        case "reward_model":
-            return Loss(reward_model_loss(_ANY_REWARD_MODEL.validate_json(config)))
-        case "distillation":
-            return _distillation(DistillationConfig.model_validate_json(config))
+class LossSource(BaseModel):
+    """What a loss is made from, as plain data that is sent to ranks and kept in bundles of skipped steps."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    kind: LossKind = "sft"
+    config: str = ""
+    """JSON of the config of its kind; sft has none."""
+    numbers: dict[str, float] = {}
+    """The numbers that change during a run: kl_coef of policy, kl of preference."""
+
+    @classmethod
+    def of(cls, kind: LossKind, config: Config, **numbers: float) -> Self:
+        """Describes the loss that a config chooses."""
+        return cls(kind=kind, config=config.model_dump_json(), numbers=numbers)
+
+    def make(self) -> Loss:
+        """Makes the loss. Raises ConfigError: a function of the user's own cannot be imported."""
+        config, numbers = self.config, self.numbers
+        match self.kind:
+            case "sft":
+                return SFT_LOSS
+            case "policy":
+                return Loss(policy_loss(AlgorithmConfig.model_validate_json(config), **numbers), with_entropy=True)
+            case "value":
+                return Loss(value_loss(CriticConfig.model_validate_json(config)))
+            case "preference":
+                return Loss(preference_loss(_ANY_PREFERENCE.validate_json(config), **numbers))
+            case "reward_model":
+                return Loss(reward_model_loss(_ANY_REWARD_MODEL.validate_json(config)))
+            case "distillation":
+                return _distillation(DistillationConfig.model_validate_json(config))
 
 
 def sft_loss(outputs: TokenOutputs, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:

@@ -15,7 +15,7 @@ from shardwise.config import EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
 from shardwise.engine.gathering import gathered
-from shardwise.recipes.losses import make_loss
+from shardwise.recipes.losses import LossSource
 
 NUM_STEPS = 40
 LAYOUTS = [{}, {"ulysses_size": 2}]
@@ -44,7 +44,7 @@ def batches_of(samples, num_shards, size, max_tokens):
 
 def value_and_gradients(engine, shards, shard, denominators, name):
     kind, config, numbers = LOSSES[name]
-    loss = make_loss(kind, config.model_dump_json(), numbers)
+    loss = LossSource.of(kind, config, **numbers).make()
     metrics = engine.forward_backward(shards[shard], loss.function, denominators, with_entropy=loss.with_entropy)
     total = torch.tensor(metrics["train/loss"].result(), dtype=torch.float64)
     dist.all_reduce(total)

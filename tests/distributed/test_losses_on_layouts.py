@@ -12,7 +12,7 @@ from shardwise.config import AlgorithmConfig, BradleyTerry, CriticConfig, Engine
 from shardwise.config.preference import Dpo, Ipo, Kto, Orpo, Simpo
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
-from shardwise.recipes.losses import make_loss
+from shardwise.recipes.losses import LossSource
 
 LENGTHS = [9, 4, 7, 6, 12, 5, 3, 8]
 LAYOUTS = {
@@ -75,7 +75,7 @@ def filled(name, samples):
 def gradients(folder, name, layout):
     """The loss of the step, and this rank's shards of the gradient by name."""
     kind, config, numbers = LOSSES[name]
-    loss = make_loss(kind, config.model_dump_json(), numbers)
+    loss = LossSource.of(kind, config, **numbers).make()
     engine = TrainEngine.build(
         Path(folder),
         EngineConfig(**layout),

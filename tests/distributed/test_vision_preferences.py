@@ -17,6 +17,7 @@ from shardwise.config import BradleyTerry, EngineConfig, ModelConfig, Preference
 from shardwise.config.preference import Dpo
 from shardwise.data import ImageReader, Vision, load_tokenizer, pack, preference_pairs, unpack
 from shardwise.engine.model_classes import AUTO_CLASSES
+from shardwise.recipes.losses import LossSource
 
 IMAGE, BETA = {"type": "image"}, 0.1
 
@@ -81,10 +82,10 @@ def step(folder, reference, pairs, layout):
     engine, head = EngineConfig(**layout), "sequence_scores" if reference is None else "logprobs"
     worker = build(folder, engine=engine, head=head)
     if reference is None:
-        worker.use_loss("policy", "reward_model", BradleyTerry().model_dump_json(), {})
+        worker.use_loss("policy", LossSource.of("reward_model", BradleyTerry()).model_dump_json())
     else:
         build(reference, role="reference", engine=engine.frozen(), worker=worker)
-        worker.use_loss("policy", "preference", Dpo(beta=BETA).model_dump_json(), {"kl": 0.0})
+        worker.use_loss("policy", LossSource.of("preference", Dpo(beta=BETA), kl=0.0).model_dump_json())
     packed = pack(pairs, num_shards=num_shards, max_tokens=64)
     shards = [None] * dist.get_world_size()
     role = "policy" if reference is None else "reference"

@@ -14,6 +14,7 @@ from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.engine.nonfinite import LOSS
 from shardwise.engine.shards import local_box
 from shardwise.recipes.bundles import BUNDLE, Bundle
+from shardwise.recipes.losses import LossSource
 from shardwise.recipes.replay import replay, run_again
 
 CPU = torch.device("cpu")
@@ -49,7 +50,8 @@ def step_on_two_ranks(folder, bundle, options, poison, loss, rewards):
     """(nonfinite fraction, loss share, whether every bit of the weights stayed) of a step."""
     worker = build(folder, engine=EngineConfig(**options), head="sequence_scores" if loss else "logprobs")
     if loss:
-        worker.use_loss("policy", "reward_model", json.dumps({"name": "custom", "function": loss}), {})
+        source = LossSource(kind="reward_model", config=json.dumps({"name": "custom", "function": loss}))
+        worker.use_loss("policy", source.model_dump_json())
     if poison == "backward":
         model = worker.engines["policy"].engine._model.hf_model
         model.get_submodule(DOWN).register_full_backward_hook(lambda _, grads, __: (grads[0] * math.nan,))
@@ -163,7 +165,7 @@ def test_a_bundle_of_another_layout_replays_too(run_ranks, folder, tmp_path, alo
 def step_with_a_bad_token_of_rank_1(folder, bundle):
     """Of a critic, whose embedding is no projection too; the token ends the last row."""
     worker = build(folder, engine=EngineConfig(ulysses_size=2), head="token_values")
-    worker.use_loss("policy", "value", CriticConfig().model_dump_json(), {})
+    worker.use_loss("policy", LossSource.of("value", CriticConfig()).model_dump_json())
     rows = parameters_of(worker)["model.embed_tokens.weight"].data
     place = int(samples()[-1].token_ids[-1]) - local_box(rows)[0].start
     if 0 <= place < len(rows.to_local()):

@@ -5,6 +5,7 @@ import pytest
 from shardwise.config import BradleyTerry, EngineConfig, ModelConfig, OptimizerConfig
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import build_engine
+from shardwise.recipes.losses import LossSource
 from shardwise.types import MetricValue
 
 
@@ -129,10 +130,12 @@ def test_trained_weights_are_read_once_unless_a_checkpoint_has_brought_them(fake
 def test_losses_and_saving_are_asked_for_by_role(fake_group, remote):
     group = fake_group(2)
     engine = remote(group, "reward model")
-    engine.use_loss("reward_model", BradleyTerry(center_coef=0.5), kl=0.25)
+    config = BradleyTerry(center_coef=0.5)
+    engine.use_loss("reward_model", config, kl=0.25)
     engine.save("out/step_1", state="out/state")
+    loss = LossSource(kind="reward_model", config=config.model_dump_json(), numbers={"kl": 0.25})
     assert group.calls == [
-        ("use_loss", "reward model", "reward_model", BradleyTerry(center_coef=0.5).model_dump_json(), {"kl": 0.25}),
+        ("use_loss", "reward model", loss.model_dump_json()),
         ("save", "reward model", ModelConfig(path="m").model_dump_json(), "out/step_1", "out/state"),
     ]
 

@@ -12,6 +12,7 @@ from shardwise.algorithms import adaptive_kl_coef
 from shardwise.config import AlgorithmConfig, RewardConfig, RLConfig, TrainingError
 from shardwise.observability import Spans
 from shardwise.recipes.learner import Engines, Learner, minibatches, reward_columns
+from shardwise.recipes.losses import LossSource
 from shardwise.recipes.sampling.sampler import Rollout
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import MetricValue
@@ -90,6 +91,11 @@ def learn(learner, rollout, step=1):
 
 def calls_of(group, method):
     return [call for call in group.calls if call[0] == method]
+
+
+def losses_of(group):
+    """The sources of the losses that were bound."""
+    return [LossSource.model_validate_json(source) for _, _, source in calls_of(group, "use_loss")]
 
 
 def trained_tokens(call, field):
@@ -402,10 +408,10 @@ def test_an_adaptive_coefficient_is_bound_anew_and_used_from_the_next_step_on(le
         coefs.append(adaptive_kl_coef(coefs[-1], 5.0, target=0.1, horizon=60, num_samples=6))
     assert coefs[1] == pytest.approx(0.5 * (1 + 0.2 * 6 / 60))
     assert learner.kl_coef == pytest.approx(coefs[2])
-    bound = calls_of(group, "use_loss")
-    assert [call[1:3] for call in bound] == [("policy", "policy")] * 2
-    assert [call[-1]["kl_coef"] for call in bound] == pytest.approx(coefs[1:])
-    assert AlgorithmConfig.model_validate_json(bound[0][3]) == settings.algorithm
+    bound = losses_of(group)
+    assert [source.kind for source in bound] == ["policy"] * 2
+    assert [source.numbers["kl_coef"] for source in bound] == pytest.approx(coefs[1:])
+    assert AlgorithmConfig.model_validate_json(bound[0].config) == settings.algorithm
     first, second = (trained_tokens(call, "advantages") for call in calls_of(group, "train"))
     moved = any(first[tokens].tolist() != second[tokens].tolist() for tokens in first)
     assert moved == (kl_in == "reward")
@@ -447,7 +453,7 @@ def test_a_controller_of_ones_own_moves_the_coefficient_as_the_built_in_one(lear
             learner, group = learner_of(config(kl_coef=0.5, kl_controller=chosen), roles=REFERENCE, ref_kl=5.0)
             for step in (1, 2):
                 learn(learner, rollout, step)
-            coefs.append([call[-1]["kl_coef"] for call in calls_of(group, "use_loss")])
+            coefs.append([source.numbers["kl_coef"] for source in losses_of(group)])
         assert coefs[0] == coefs[1]
         assert len(set(coefs[0])) == 2
 
@@ -455,7 +461,7 @@ def test_a_controller_of_ones_own_moves_the_coefficient_as_the_built_in_one(lear
 def test_a_coefficient_of_zero_stays_bound(learner_of, rollout, controller):
     learner, group = learner_of(config(kl_coef=0.5, kl_controller=controller("off")), roles=REFERENCE, ref_kl=5.0)
     assert [learn(learner, rollout, step)["policy/kl_coef"] for step in (1, 2)] == [0.5, 0.0]
-    assert [call[-1] for call in calls_of(group, "use_loss")] == [{"kl_coef": 0.0}] * 2
+    assert [source.numbers for source in losses_of(group)] == [{"kl_coef": 0.0}] * 2
 
 
 @pytest.mark.parametrize(("name", "returned"), [("below", "-0.5"), ("endless", "inf"), ("text", "a str")])
@@ -473,7 +479,7 @@ def test_the_coefficient_of_a_controller_of_ones_own_is_checked(learner_of, roll
 def test_a_fixed_coefficient_stays_and_is_bound_once_outside(learner_of, rollout, settings):
     learner, group = learner_of(config(**settings), roles=REFERENCE, ref_kl=5.0)
     metrics = learn(learner, rollout)
-    assert calls_of(group, "use_loss") == []
+    assert losses_of(group) == []
     assert metrics.get("policy/kl_coef") == settings.get("kl_coef")
 
 
@@ -484,7 +490,7 @@ def test_the_coefficient_stays_while_the_policy_waits(learner_of, rollout):
     )
     learner, group = learner_of(settings, roles=("policy", "reference", "critic"), ref_kl=5.0)
     assert learn(learner, rollout)["policy/kl_coef"] == 0.5
-    assert (learner.kl_coef, calls_of(group, "use_loss")) == (0.5, [])
+    assert (learner.kl_coef, losses_of(group)) == (0.5, [])
 
 
 def test_tokens_are_selected_for_each_optimizer_step(learner_of, rollout):
@@ -597,7 +603,7 @@ def test_a_learner_goes_on_with_the_coefficient_and_the_idle_steps_of_another(le
     second, group = learner_of(settings, roles=REFERENCE, ref_kl=5.0)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.kl_coef == first.kl_coef > 0.5
-    assert calls_of(group, "use_loss")[-1][-1] == {"kl_coef": first.kl_coef}
+    assert losses_of(group)[-1].numbers == {"kl_coef": first.kl_coef}
     assert "no learning signal" not in capsys.readouterr().err
     learn(second, idle, 10)
     assert "no learning signal: for 10 steps" in capsys.readouterr().err
@@ -607,4 +613,4 @@ def test_a_fixed_coefficient_is_the_configs_whatever_the_state_says(learner_of):
     learner, group = learner_of(config(kl_coef=0.5), roles=REFERENCE)
     learner.load_state_dict({"kl_coef": 0.1, "num_idle_steps": 0})
     assert learner.kl_coef == 0.5
-    assert calls_of(group, "use_loss") == []
+    assert losses_of(group) == []

@@ -15,8 +15,8 @@ from shardwise.recipes import losses
 from shardwise.recipes.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
+    LossSource,
     distill_loss,
-    make_loss,
     policy_loss,
     sft_loss,
 )
@@ -199,7 +199,7 @@ COVARIANCE = ("clip_cov", "kl_cov")
 )
 def test_a_micro_batch_without_samples_has_loss_zero_and_a_graph(kind, config, numbers, fields):
     """An idle rank still runs backward."""
-    loss_fn = make_loss(kind, config and config.model_dump_json(), numbers).function
+    loss_fn = LossSource(kind=kind, config=config and config.model_dump_json(), numbers=numbers).make().function
     scored = torch.zeros(1, requires_grad=True)
     names = ("values",) if kind in ("value", "reward_model") else ("logprobs",)
     result = TokenOutputs(**dict.fromkeys(names, scored), entropy=torch.zeros(1))
@@ -230,7 +230,8 @@ def test_only_the_policy_loss_looks_at_the_entropy(kind):
         "reward_model": BradleyTerry().model_dump_json(),
     }
     numbers = {"policy": {"kl_coef": 0.0}, "preference": {"kl": 0.0}}
-    assert make_loss(kind, configs[kind], numbers.get(kind, {})).with_entropy == (kind == "policy")
+    source = LossSource(kind=kind, config=configs[kind], numbers=numbers.get(kind, {}))
+    assert source.make().with_entropy == (kind == "policy")
 
 
 OTHER = {
@@ -307,9 +308,8 @@ def test_value_loss_equals_a_loop_over_tokens(clip):
     values, old, returns = (RNG.normal(size=9) for _ in range(3))
     scored = torch.tensor(values, dtype=torch.float32, requires_grad=True)
     config = CriticConfig(value_loss={"clip": clip})
-    loss, metrics = make_loss("value", config.model_dump_json(), {}).function(
-        TokenOutputs(values=scored), batch(values=old, returns=returns), DENOMINATORS
-    )
+    loss_fn = LossSource.of("value", config).make().function
+    loss, metrics = loss_fn(TokenOutputs(values=scored), batch(values=old, returns=returns), DENOMINATORS)
     expected, num_clipped = 0.0, 0
     for t in np.flatnonzero(MASK):
         bound = np.inf if clip is None else clip
@@ -413,7 +413,7 @@ PREFERENCE_PARAMETERS = {
 def test_preference_losses_equal_a_loop_over_pairs_however_they_are_split(name):
     parameters = PREFERENCE_PARAMETERS[name]
     config = PREFERENCE.validate_python({"name": name, **parameters})
-    loss_fn = make_loss("preference", config.model_dump_json(), {"kl": 0.0}).function
+    loss_fn = LossSource.of("preference", config, kl=0.0).make().function
     expected = np.mean([preference_by_hand(name, SEQUENCES[n], SEQUENCES[n + 1], parameters) for n in (0, 2, 4)])
     whole, gradient, metrics = loss_and_gradient(loss_fn, SPLITS[0], "logprobs", "margin")
     assert whole == pytest.approx(expected, rel=1e-5)
@@ -432,7 +432,7 @@ def test_a_pair_without_reference_logprobs_is_compared_with_nothing():
     """simpo and orpo get none, and would not read them."""
     for name in ("simpo", "orpo"):
         config = PREFERENCE.validate_python({"name": name, **PREFERENCE_PARAMETERS[name]})
-        loss_fn = make_loss("preference", config.model_dump_json(), {"kl": 0.0}).function
+        loss_fn = LossSource.of("preference", config, kl=0.0).make().function
         given = batch_of(range(6), "margin")
         scored = torch.tensor(np.concatenate([s["logprobs"] for s in SEQUENCES]), dtype=torch.float32)
         found = [loss_fn(TokenOutputs(logprobs=scored), b, STEP)[0].item() for b in
@@ -444,7 +444,7 @@ def test_a_pair_without_reference_logprobs_is_compared_with_nothing():
 def test_kto_equals_a_loop_over_answers_however_they_are_split(kl):
     parameters = {"beta": 0.3, "desirable_weight": 1.25, "undesirable_weight": 0.75}
     config = PREFERENCE.validate_python({"name": "kto", **parameters})
-    loss_fn = make_loss("preference", config.model_dump_json(), {"kl": kl}).function
+    loss_fn = LossSource.of("preference", config, kl=kl).make().function
     terms = []
     for sequence in SEQUENCES:
         gap = float(((sequence["logprobs"] - sequence["ref"]) * sequence["mask"]).sum())
@@ -461,7 +461,7 @@ def test_kto_equals_a_loop_over_answers_however_they_are_split(kl):
 @pytest.mark.parametrize("center_coef", [0.0, 0.3])
 def test_reward_model_loss_equals_a_loop_over_pairs_however_they_are_split(center_coef):
     """The score of a sequence is the sum of its outputs, of which all but the last are 0 in a real model."""
-    loss_fn = make_loss("reward_model", BradleyTerry(center_coef=center_coef).model_dump_json(), {}).function
+    loss_fn = LossSource.of("reward_model", BradleyTerry(center_coef=center_coef)).make().function
     scores = [sequence["values"].sum() for sequence in SEQUENCES]
     expected = np.mean(
         [

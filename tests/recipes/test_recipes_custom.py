@@ -25,7 +25,7 @@ from shardwise.config import (
 )
 from shardwise.config.base import groups_of, tag_of
 from shardwise.recipes.custom import _TAKEN, ARGUMENTS, EXTRAS, CustomFunction, _kind, extras_of, require_callable
-from shardwise.recipes.losses import make_loss
+from shardwise.recipes.losses import LossSource
 from shardwise.types import Denominators, TokenBatch, TokenOutputs
 
 PREFERENCE: TypeAdapter[PreferenceLoss] = TypeAdapter(PreferenceLoss)
@@ -159,7 +159,7 @@ def empty():
 
 def result_of(kind, config, given, numbers=None):
     """Loss, gradient and metrics."""
-    loss_fn = make_loss(kind, config.model_dump_json(), numbers or {}).function
+    loss_fn = LossSource.of(kind, config, **(numbers or {})).make().function
     generator = torch.Generator().manual_seed(1)
     scored = (torch.randn(len(given.input_ids), generator=generator) - 1).requires_grad_()
     name = "values" if kind in ("value", "reward_model") else "logprobs"
@@ -466,7 +466,7 @@ def test_an_error_that_says_itself_what_is_wrong_passes_a_function_of_ones_own(o
 def test_a_function_that_is_not_there_is_named_before_the_first_step(own, key):
     kind, config, numbers = KINDS[key](own("pairz"))
     with pytest.raises(ConfigError, match=r"rules\.py:pairz: .* has no 'pairz'; did you mean pairs\?"):
-        make_loss(kind, config.model_dump_json(), numbers)
+        LossSource.of(kind, config, **numbers).make()
 
 
 def test_an_estimate_that_is_only_logged_needs_no_graph(own):
@@ -478,7 +478,7 @@ def test_an_estimate_that_is_only_logged_needs_no_graph(own):
 def test_terms_of_a_divergence_are_checked(own):
     def divergence_of(name):
         config = DistillationConfig.parse({"divergence": own(name), "temperature": 2.0}, origin="test")
-        return make_loss("distillation", config.model_dump_json(), {}).divergence
+        return LossSource.of("distillation", config).make().divergence
 
     student, teacher = torch.linspace(-2, -1, 15).view(3, 5).requires_grad_(), torch.linspace(-1, -3, 15).view(3, 5)
     assert divergence_of("k3").temperature == 2.0

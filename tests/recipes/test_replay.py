@@ -18,6 +18,7 @@ from shardwise.config import (
 )
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.recipes.bundles import Bundle
+from shardwise.recipes.losses import LossSource
 from shardwise.recipes.replay import replay
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def test_a_student_is_replayed_with_its_teacher(model_folder, tmp_path):
     dict(worker.engines["teacher"].engine._model.hf_model.named_parameters())[f"{DOWN}.weight"].to_local()[0, 0] = (
         math.nan
     )
-    worker.use_loss("policy", "distillation", DistillationConfig().model_dump_json(), {})
+    worker.use_loss("policy", LossSource.of("distillation", DistillationConfig()).model_dump_json())
     path = tmp_path / "step_1"
     assert train(worker, path, teacher="teacher")["train/nonfinite_fraction"] == 1.0
     assert Bundle.read(str(path)).step.faults[0][1].module == "lm_head (divergence)"
@@ -60,7 +61,7 @@ def test_a_model_outside_of_the_bundle_is_found_and_has_to_be_the_same(model_fol
     else:
         worker = build(model_folder)
         build(kind, role="teacher", engine=FrozenEngineConfig(), worker=worker)
-        worker.use_loss("policy", "distillation", DistillationConfig().model_dump_json(), {})
+        worker.use_loss("policy", LossSource.of("distillation", DistillationConfig()).model_dump_json())
         train(poisoned(worker), path, teacher="teacher")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -89,7 +90,7 @@ def test_a_model_outside_of_the_bundle_is_found_and_has_to_be_the_same(model_fol
 def step_with_a_bad_token(folder, path):
     """Of a critic, whose embedding of the token 51 is infinite: the first of the second row, and of no other."""
     worker = build(folder, head="token_values")
-    worker.use_loss("policy", "value", CriticConfig().model_dump_json(), {})
+    worker.use_loss("policy", LossSource.of("value", CriticConfig()).model_dump_json())
     parameters_of(worker)["model.embed_tokens.weight"].data.to_local()[51] = math.inf
     train(worker, path, values=True)
 
@@ -127,7 +128,7 @@ def test_one_micro_batch_is_replayed_alone(model_folder, tmp_path, capsys):
 def test_a_critic_is_replayed_with_its_head(model_folder, tmp_path):
     worker = build(model_folder, head="token_values")
     parameters_of(worker)["score.weight"].data.to_local()[0, 3] = math.nan
-    worker.use_loss("policy", "value", CriticConfig().model_dump_json(), {})
+    worker.use_loss("policy", LossSource.of("value", CriticConfig()).model_dump_json())
     path = tmp_path / "step_1"
     train(worker, path, values=True)
     assert Bundle.read(str(path)).step.faults[0][1].module == "score"

@@ -16,6 +16,7 @@ from shardwise.config import (
     RolloutConfig,
 )
 from shardwise.recipes import rl_models
+from shardwise.recipes.losses import LossSource
 from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.rl_models import Companions, build_engines, open_companions, without_media
 
@@ -141,7 +142,9 @@ def test_the_critic_has_a_head_an_optimizer_and_a_layout_of_its_own(built):
     assert (model, head, layout["max_tokens_per_micro_batch"]) == ("opened c", "token_values", 700)
     assert optimizer == OptimizerConfig(learning_rate=0.5)
     (bound,) = [call for call in group.calls if call[:2] == ("use_loss", "critic")]
-    assert (bound[2], CriticConfig.model_validate_json(bound[3]).value_loss.clip, bound[4]) == ("value", 0.25, {})
+    source = LossSource.model_validate_json(bound[2])
+    assert (source.kind, source.numbers) == ("value", {})
+    assert CriticConfig.model_validate_json(source.config).value_loss.clip == 0.25
 
 
 def test_a_critic_beside_adapters_has_none_itself(built):
@@ -161,10 +164,10 @@ def test_teachers_are_frozen_models_of_their_own_at_the_policys_temperature(buil
 def test_the_policys_loss_is_bound_with_the_coefficient(built):
     settings = config(kl_coef=0.25)
     _, group = built(settings)
-    (bound,) = [call for call in group.calls if call[0] == "use_loss"]
-    assert bound[1:3] == ("policy", "policy")
-    assert AlgorithmConfig.model_validate_json(bound[3]) == settings.algorithm
-    assert bound[4] == {"kl_coef": 0.25}
+    ((_, role, sent),) = [call for call in group.calls if call[0] == "use_loss"]
+    source = LossSource.model_validate_json(sent)
+    assert (role, source.kind, source.numbers) == ("policy", "policy", {"kl_coef": 0.25})
+    assert AlgorithmConfig.model_validate_json(source.config) == settings.algorithm
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from shardwise.config import DataError, EngineConfig, FrozenEngineConfig, Optimi
 from shardwise.data import ImageReader
 from shardwise.engine import Part, TrainEngine, raised_on_every_rank
 from shardwise.ops import release_cached_blocks
-from shardwise.recipes.bundles import LossSource
 from shardwise.recipes.engine_source import EngineSource
-from shardwise.recipes.losses import SFT_LOSS, Loss
+from shardwise.recipes.losses import SFT_LOSS, Loss, LossSource
 from shardwise.rollout import EmbeddedEngine, RolloutEngine
 from shardwise.types import TokenBatch
 

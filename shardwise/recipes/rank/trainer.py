@@ -9,8 +9,8 @@ from shardwise.config import ExportError
 from shardwise.console import warn
 from shardwise.engine import TeacherOutputs
 from shardwise.fault_plan import fault_point
-from shardwise.recipes.bundles import MAX_BUNDLES, LossSource, SkippedStep, write_bundle
-from shardwise.recipes.losses import LossKind
+from shardwise.recipes.bundles import MAX_BUNDLES, SkippedStep, write_bundle
+from shardwise.recipes.losses import LossSource
 from shardwise.recipes.rank.hosted_engines import POLICY, HostedEngines
 from shardwise.types import Denominators, Metrics, TokenBatch
 
@@ -22,10 +22,10 @@ class Trainer:
         self._engines = engines
         self._num_bundles = 0
 
-    def use_loss(self, role: str, kind: LossKind, config: str, numbers: dict[str, float]) -> None:
-        """Replaces an engine's loss, cross-entropy at first, by another one of recipes/losses.py."""
-        hosted, source = self._engines[role], LossSource(kind=kind, config=config, numbers=numbers)
-        hosted.loss, hosted.loss_source = source.make(), source
+    def use_loss(self, role: str, source: str) -> None:
+        """Replaces an engine's loss, cross-entropy at first, by the one that a LossSource describes."""
+        hosted, opened = self._engines[role], LossSource.model_validate_json(source)
+        hosted.loss, hosted.loss_source = opened.make(), opened
 
     def train(
         self, batches: list[TokenBatch], denominators: Denominators, role: str, teacher: str = "", bundle: str = ""

@@ -8,6 +8,7 @@ from tiny_models import tiny_folder
 from shardwise.config import AlgorithmConfig, CriticConfig, EngineConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from shardwise.data import pack, unpack
 from shardwise.recipes.engine_source import EngineSource
+from shardwise.recipes.losses import LossSource
 from shardwise.recipes.rank.worker import Worker
 from shardwise.types import GenerateRequest, Sample
 
@@ -45,12 +46,8 @@ def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None, 
         param_dtype,
         "" if layout.lora is None else layout.lora.model_dump_json(),
     )
-    worker.use_loss(
-        "policy",
-        "policy",
-        AlgorithmConfig(policy_loss={"clip_low": 0.5}, num_epochs=2).model_dump_json(),
-        {"kl_coef": 0},
-    )
+    algorithm = AlgorithmConfig(policy_loss={"clip_low": 0.5}, num_epochs=2)
+    worker.use_loss("policy", LossSource.of("policy", algorithm, kl_coef=0).model_dump_json())
     return worker
 
 
@@ -75,8 +72,8 @@ def build_everyone(folder, offload: dict[str, str]) -> Worker:
         "float32",
     )
     algorithm = AlgorithmConfig(policy_loss={"clip_low": 0.5}, num_epochs=2)
-    worker.use_loss("policy", "policy", algorithm.model_dump_json(), {"kl_coef": 0})
-    worker.use_loss("critic", "value", CriticConfig().model_dump_json(), {})
+    worker.use_loss("policy", LossSource.of("policy", algorithm, kl_coef=0).model_dump_json())
+    worker.use_loss("critic", LossSource.of("value", CriticConfig()).model_dump_json())
     worker.sync_weights(0)
     return worker
 

@@ -21,6 +21,7 @@ from tiny_models import reference_logprobs, tiny_model
 
 from shardwise.config import CriticConfig, DistillationConfig, EngineConfig
 from shardwise.data import pack
+from shardwise.recipes.losses import LossSource
 from shardwise.recipes.rank.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -42,7 +43,7 @@ def test_a_loss_is_that_of_one_role(everyone):
     worker = Worker(torch.device("cpu"))
     for role, head in (("policy", "logprobs"), ("critic", "token_values")):
         build_one(worker, role, everyone, EngineConfig(), optimizer=OPTIMIZER, head=head)
-    worker.use_loss("critic", "value", CriticConfig(value_loss={"clip": None}).model_dump_json(), {})
+    worker.use_loss("critic", LossSource.of("value", CriticConfig(value_loss={"clip": None})).model_dump_json())
     samples = with_values(worker, supervised_samples())
     logprobs = torch.cat(score(worker, samples))
     assert train(worker, samples)["train/loss"].result() == pytest.approx(-float(logprobs.sum()) / 3, rel=1e-6)
@@ -81,7 +82,7 @@ def test_a_student_learns_from_its_teacher_one_after_the_other_on_the_device(eve
     build_one(worker, "student", everyone, layout, optimizer=OPTIMIZER)
     worker.check_teacher("student", "teacher")
     train(worker, samples, "student")
-    worker.use_loss("student", "distillation", DistillationConfig().model_dump_json(), {})
+    worker.use_loss("student", LossSource.of("distillation", DistillationConfig()).model_dump_json())
     there = []
     for role in ("student", "teacher"):
         engine = engine_of(worker, role)
