@@ -56,6 +56,7 @@ from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.checkpointing.checkpoints import step_folder
 from shardwise.recipes.checkpointing.retention import Reported
 from shardwise.recipes.checkpointing.saver import Saver
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.quickstart import rl_config
 from shardwise.recipes.rank.worker import Worker
@@ -193,7 +194,7 @@ def measure(policy: RemoteEngine, scratch: Path, samples: list[Sample], *, round
         for kind in ("", "_cold"):
             for name in (*names, *reversed(names)):  # each is as often the first as the second
                 fresh = build_engine(
-                    group, "fresh", policy.model, policy.layout, optimizer=OptimizerConfig(), total_steps=10
+                    group, "fresh", policy.source, optimizer=OptimizerConfig(), total_steps=10
                 )  # as in a run that resumes: without weights and states
                 if kind:
                     _drop_from_page_cache(Path(state))
@@ -231,9 +232,8 @@ def run_rank(folder: Path, scratch: Path, *, rounds: int, threads: int) -> None:
         background = RankGroup(writer, links, timeout_seconds=TIMEOUT_SECONDS)
         group = RankGroup(worker, control, timeout_seconds=TIMEOUT_SECONDS, background=background)
         layout = EngineConfig(param_dtype="bfloat16", max_tokens_per_micro_batch=NUM_SCORED)
-        policy = build_engine(
-            group, "policy", ModelConfig(path=str(folder)), layout, optimizer=OptimizerConfig(), total_steps=10
-        )
+        source = EngineSource(model=ModelConfig(path=str(folder)), layout=layout)
+        policy = build_engine(group, "policy", source, optimizer=OptimizerConfig(), total_steps=10)
         policy.load_initial_weights()
         tokens = torch.arange(NUM_SCORED) % 250 + 5
         samples = [

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from shardwise.config import DistillConfig, longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import supervised_samples
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.opened_model import open_companion, open_model
 from shardwise.recipes.rows import open_rows
@@ -20,16 +21,18 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
     rows = open_rows(supervised_samples, config.data, trainer, model, companions=[teacher_model])
     if is_finished("distill", config, total_steps=rows.total_steps):
         return
-    teacher = build_engine(group, "teacher", teacher_model.config, config.teacher_layout())
+    teacher = build_engine(group, "teacher", EngineSource(model=teacher_model.config, layout=config.teacher_layout()))
     student = build_engine(
         group,
         "student",
-        model.config,
-        config.engine,
+        EngineSource(
+            model=model.config,
+            layout=config.engine,
+            turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
+            seed=trainer.seed,
+        ),
         optimizer=trainer.optimizer_config(),
         total_steps=rows.total_steps,
-        turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
-        seed=trainer.seed,
     )
     group.call("check_teacher", student.role, teacher.role)
     student.use_loss("distillation", config.distillation)

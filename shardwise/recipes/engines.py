@@ -9,8 +9,6 @@ from torch import Tensor
 
 from shardwise.config import (
     Config,
-    EngineConfig,
-    FrozenEngineConfig,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -19,7 +17,7 @@ from shardwise.config import (
 from shardwise.console import warn
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PackedStep, pack, unpack
-from shardwise.engine import HeadName, ParallelDims
+from shardwise.engine import ParallelDims
 from shardwise.engine.precision import emulated_dtype
 from shardwise.engine.schedule import missed_peak
 from shardwise.recipes.engine_source import EngineSource
@@ -38,8 +36,7 @@ class RemoteEngine:
     group: WorkerGroup
     role: str
     """Its name among the workers' engines, such as "policy"."""
-    model: ModelConfig
-    layout: EngineConfig | FrozenEngineConfig
+    source: EngineSource
     num_parameters: int
     num_trained_parameters: int
     num_bytes_read: int
@@ -52,7 +49,7 @@ class RemoteEngine:
     @property
     def mesh(self) -> ParallelDims:
         """The number of ranks on each axis of its mesh."""
-        return ParallelDims.of(self.layout, world_size=self.group.size)
+        return ParallelDims.of(self.source.layout, world_size=self.group.size)
 
     @property
     def size(self) -> str:
@@ -111,12 +108,12 @@ class RemoteEngine:
     def save(self, folder: str, *, state: str = "") -> None:
         """Writes its weights into `folder`: into hf/, and adapter/ if it has one. Writes what its training resumes from
         into the folder `state`, if one is named."""
-        self.group.call("save", self.role, self.model.model_dump_json(), folder, state)
+        self.group.call("save", self.role, self.source.model.model_dump_json(), folder, state)
 
     def stage(self, subfolder: str) -> None:
         """Begins to copy what `save` would write; the ranks' CheckpointWriters put it into `subfolder` of the next
         checkpoint."""
-        self.group.call("stage_weights", self.role, self.model.model_dump_json(), subfolder)
+        self.group.call("stage_weights", self.role, self.source.model.model_dump_json(), subfolder)
 
     def stage_state(self, subfolder: str) -> None:
         """Begins to copy what `save` would write into the folder `state`; see `stage`."""
@@ -147,10 +144,10 @@ class RemoteEngine:
     def _pack(self, samples: Sequence[Sample], *, keep_together: int, teacher: Self | None = None) -> PackedStep:
         """Packs one shard for each rank, or for each group of ranks that share their sequences. A teacher works on the
         same micro-batches, so its cap limits them too."""
-        layouts = [engine.layout for engine in (self, teacher) if engine is not None]
+        layouts = [engine.source.layout for engine in (self, teacher) if engine is not None]
         return pack(
             samples,
-            num_shards=self.group.size // self.layout.ulysses_size,
+            num_shards=self.group.size // self.source.layout.ulysses_size,
             max_tokens=min(layout.max_tokens_per_micro_batch for layout in layouts),
             keep_together=keep_together,
         )
@@ -159,17 +156,11 @@ class RemoteEngine:
 def build_engine(
     group: WorkerGroup,
     role: str,
-    model: ModelConfig,
-    layout: EngineConfig | FrozenEngineConfig,
+    source: EngineSource,
     *,
-    head: HeadName = "logprobs",
     optimizer: OptimizerConfig | None = None,
     optimizer_key: str = "trainer",
     total_steps: int = 1,
-    seed: int = 0,
-    temperature: float = 1.0,
-    pad_token_id: int | None = None,
-    turn_end_id: int | None = None,
 ) -> RemoteEngine:
     """Builds an engine on every rank. A trained engine has no trained weights yet: a run that resumes takes them from a
     checkpoint and does not read those of the model folder.
@@ -178,31 +169,20 @@ def build_engine(
         optimizer: the optimizer of a trained engine (its layout is an EngineConfig); None for a frozen one.
         optimizer_key: config key of the optimizer, for warnings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        head, seed, temperature, pad_token_id, turn_end_id: see EngineSource.
     Raises:
         ConfigError, ModelError: as `TrainEngine.build`.
     """
     if optimizer is not None and (doubt := missed_peak(optimizer, total_steps, key=optimizer_key)):
         warn(doubt)
-    if doubt := emulated_dtype(getattr(torch, layout.param_dtype)):
+    if doubt := emulated_dtype(getattr(torch, source.layout.param_dtype)):
         warn(f"{role}: {doubt}")
-    source = EngineSource(
-        model=model,
-        layout=layout,
-        head=head,
-        pad_token_id=pad_token_id,
-        turn_end_id=turn_end_id,
-        seed=seed,
-        temperature=temperature,
-    )
     trained = () if optimizer is None else (optimizer.model_dump_json(), total_steps, False)
     built = group.call("build_engine", role, source.model_dump_json(), *trained)
     num_parameters, num_trained, _ = built[0]
     return RemoteEngine(
         group=group,
         role=role,
-        model=model,
-        layout=layout,
+        source=source,
         num_parameters=num_parameters,
         num_trained_parameters=num_trained,
         num_bytes_read=max(num_bytes for *_, num_bytes in built),

@@ -9,6 +9,7 @@ import torch
 from shardwise.config import DataError, PreferenceConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import labelled_samples, mismatched, preference_pairs
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.losses import preference_losses
 from shardwise.recipes.opened_model import open_model
@@ -32,12 +33,14 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
     policy = build_engine(
         group,
         "policy",
-        model.config,
-        config.engine,
+        EngineSource(
+            model=model.config,
+            layout=config.engine,
+            turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
+            seed=trainer.seed,
+        ),
         optimizer=trainer.optimizer_config(),
         total_steps=rows.total_steps,
-        turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
-        seed=trainer.seed,
     )
     reference = Reference(policy, config)
     rows = replace(
@@ -78,7 +81,8 @@ class Reference:
         self.engines: list[RemoteEngine] = []
         """The frozen engines that were built for it."""
         if config.has_reference_engine:
-            self._scorer = build_engine(policy.group, "reference", policy.model, config.reference_layout())
+            source = EngineSource(model=policy.source.model, layout=config.reference_layout())
+            self._scorer = build_engine(policy.group, "reference", source)
             self.engines.append(self._scorer)
 
     def score_before_training(self, samples: Sequence[Sample]) -> list[Sample]:

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.config import ModelReward, RewardConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import render_response_sample
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.opened_model import open_model
 from shardwise.rewards import Answer, RewardJob
@@ -48,7 +49,7 @@ class ModelScorer:
 
     def _failure(self, token_ids: list[int]) -> str | None:
         """Returns why the sequence cannot be scored; None if it can."""
-        cap = self.engine.layout.max_tokens_per_micro_batch
+        cap = self.engine.source.layout.max_tokens_per_micro_batch
         cap = cap if self._context_tokens is None else min(cap, self._context_tokens)
         if len(token_ids) > cap:
             limits = "engine.max_tokens_per_micro_batch and the reward model's context"
@@ -76,13 +77,12 @@ def build_reward_engines(config: RewardConfig, group: WorkerGroup) -> dict[str, 
     for entry in config.functions:
         if isinstance(entry, ModelReward):
             model = open_model(entry.classifier)
-            engine = build_engine(
-                group,
-                f"reward {entry.name}",
-                model.config,
-                entry.engine,
+            source = EngineSource(
+                model=model.config,
+                layout=entry.engine,
                 head="sequence_scores",
                 pad_token_id=model.tokenizer.pad_token_id,
             )
+            engine = build_engine(group, f"reward {entry.name}", source)
             scorers[entry.name] = ModelScorer(engine, model.tokenizer, model.context.num_tokens, model.media_token_ids)
     return scorers

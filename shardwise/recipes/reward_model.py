@@ -8,6 +8,7 @@ import torch
 from shardwise.config import RewardModelConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import preference_pairs
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.losses import reward_model_losses
 from shardwise.recipes.opened_model import open_model
@@ -27,13 +28,15 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
     scorer = build_engine(
         group,
         "reward model",
-        model.config,
-        config.engine,
-        head="sequence_scores",
+        EngineSource(
+            model=model.config,
+            layout=config.engine,
+            head="sequence_scores",
+            pad_token_id=model.tokenizer.pad_token_id,
+            seed=trainer.seed,
+        ),
         optimizer=trainer.optimizer_config(),
         total_steps=rows.total_steps,
-        seed=trainer.seed,
-        pad_token_id=model.tokenizer.pad_token_id,
     )
     scorer.use_loss("reward_model", config.loss)
     with Run("reward-model", config, parts={"rows": rows}, engines={"": scorer}, total_steps=rows.total_steps) as run:

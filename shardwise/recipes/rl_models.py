@@ -7,6 +7,7 @@ from functools import partial
 from shardwise.config import ConfigError, RLConfig, RolloutConfig, SglangRollout, VllmRollout, longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.model_config import read_model_config
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.learner import Engines
 from shardwise.recipes.opened_model import OpenedModel, open_companion
@@ -79,16 +80,14 @@ def build_engines(
             raise ConfigError(str(error)) from None
     engines = Engines(_build_policy(config, model, group, total_steps))
     if config.algorithm.kl_coef > 0 and config.engine.lora is None:  # else it is the policy without its adapter
-        engines.reference = build_engine(
-            group, "reference", model.config, config.reference_layout(), temperature=temperature
-        )
+        source = EngineSource(model=model.config, layout=config.reference_layout(), temperature=temperature)
+        engines.reference = build_engine(group, "reference", source)
     if config.critic is not None:
         critic = model if companions.critic is None else companions.critic
         engines.critic = _build_critic(config, critic, group, total_steps)
     for number, (teacher, opened) in enumerate(zip(config.teachers, companions.teachers, strict=True)):
-        engines.teachers[teacher.data_source] = build_engine(
-            group, f"teacher {number}", opened.config, config.teacher_layout(teacher), temperature=temperature
-        )
+        source = EngineSource(model=opened.config, layout=config.teacher_layout(teacher), temperature=temperature)
+        engines.teachers[teacher.data_source] = build_engine(group, f"teacher {number}", source)
     return engines
 
 
@@ -97,12 +96,14 @@ def _build_policy(config: RLConfig, model: OpenedModel, group: WorkerGroup, tota
     policy = build_engine(
         group,
         "policy",
-        model.config,
-        config.engine,
+        EngineSource(
+            model=model.config,
+            layout=config.engine,
+            seed=config.trainer.seed,
+            temperature=config.rollout.temperature,
+        ),
         optimizer=config.trainer.optimizer_config(),
         total_steps=(total_steps - num_waiting) * config.algorithm.num_updates,
-        seed=config.trainer.seed,
-        temperature=config.rollout.temperature,
     )
     policy.use_loss("policy", config.algorithm, kl_coef=config.algorithm.kl_coef)
     return policy
@@ -113,13 +114,10 @@ def _build_critic(config: RLConfig, model: OpenedModel, group: WorkerGroup, tota
     critic = build_engine(
         group,
         "critic",
-        model.config,
-        config.critic_layout(),
-        head="token_values",
+        EngineSource(model=model.config, layout=config.critic_layout(), head="token_values", seed=config.trainer.seed),
         optimizer=config.critic.optimizer,
         optimizer_key="critic.optimizer",
         total_steps=total_steps * config.algorithm.num_updates,
-        seed=config.trainer.seed,
     )
     critic.use_loss("value", config.critic)
     return critic

@@ -6,6 +6,7 @@ from functools import partial
 from shardwise.config import SFTConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import supervised_samples
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.rows import open_rows
@@ -22,12 +23,14 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
     policy = build_engine(
         group,
         "policy",
-        model.config,
-        config.engine,
+        EngineSource(
+            model=model.config,
+            layout=config.engine,
+            turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
+            seed=config.trainer.seed,
+        ),
         optimizer=config.trainer.optimizer_config(),
         total_steps=rows.total_steps,
-        turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
-        seed=config.trainer.seed,
     )
     with Run("sft", config, parts={"rows": rows}, engines={"": policy}, total_steps=rows.total_steps) as run:
         for step in run.steps():

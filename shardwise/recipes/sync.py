@@ -96,7 +96,9 @@ class WeightSync:
         """[N] differences in nats, over all known tokens and all ranks with a rollout engine."""
         scored = self._policy.score([prompt.sample for prompt in self._known], temperature=1.0)
         expected = [values[1:].tolist() for values in scored]
-        compare = partial(compare_logprobs, version, self._known, expected, dtype=self._policy.layout.param_dtype)
+        compare = partial(
+            compare_logprobs, version, self._known, expected, dtype=self._policy.source.layout.param_dtype
+        )
         sequences, image_refs = zip(*((prompt.token_ids, prompt.image_refs) for prompt in self._known), strict=True)
         found = self._ranks.rollouts.call("rollout_logprobs", list(sequences), list(image_refs))
         ranks = self._ranks.rollouts.ranks

@@ -14,6 +14,7 @@ from shardwise.config import EngineConfig, SFTConfig, UserError
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import build_engine
 from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.run import Run
@@ -74,8 +75,7 @@ def run_steps(output_dir, model, at_step: Callable[[int, Worker, Run], None] | N
         engine = build_engine(
             group,
             "policy",
-            config.model,
-            EngineConfig(),
+            EngineSource(model=config.model, layout=EngineConfig()),
             optimizer=config.trainer.optimizer_config(),
             total_steps=total_steps,
         )

@@ -10,6 +10,7 @@ from shardwise.controller.local import RankGroup
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data.synthetic import build_model_folder, train_tokenizer
 from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.opened_model import OpenedModel
 from shardwise.recipes.rank.worker import Worker
@@ -114,8 +115,9 @@ def remote():
         return RemoteEngine(
             group=group,
             role=role,
-            model=ModelConfig(path="m"),
-            layout=EngineConfig(**{"max_tokens_per_micro_batch": 64} | layout),
+            source=EngineSource(
+                model=ModelConfig(path="m"), layout=EngineConfig(**{"max_tokens_per_micro_batch": 64} | layout)
+            ),
             num_parameters=7_000_000,
             num_trained_parameters=500_000,
             num_bytes_read=100,

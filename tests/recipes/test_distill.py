@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 from shardwise.config import DataError, DistillConfig, EngineConfig, FrozenEngineConfig, ModelConfig
 from shardwise.data.synthetic import build_model_folder
 from shardwise.recipes.distill import train, validate
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.opened_model import OpenedModel
 from shardwise.types import Sample
@@ -83,11 +84,12 @@ def test_terms_of_ones_own_that_sum_to_reverse_kl_make_the_same_run(group_of_one
 
 
 def student_and_teacher(group, cap=4096):
-    given = {"model": ModelConfig(path="m"), "num_parameters": 1, "num_trained_parameters": 1, "num_bytes_read": 0}
-    layout = FrozenEngineConfig(max_tokens_per_micro_batch=cap)
+    model, counts = ModelConfig(path="m"), {"num_parameters": 1, "num_trained_parameters": 1, "num_bytes_read": 0}
+    student = EngineSource(model=model, layout=EngineConfig())
+    teacher = EngineSource(model=model, layout=FrozenEngineConfig(max_tokens_per_micro_batch=cap))
     return (
-        RemoteEngine(group=group, role="student", layout=EngineConfig(), **given),
-        RemoteEngine(group=group, role="teacher", layout=layout, **given),
+        RemoteEngine(group=group, role="student", source=student, **counts),
+        RemoteEngine(group=group, role="teacher", source=teacher, **counts),
     )
 
 

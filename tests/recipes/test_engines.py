@@ -75,37 +75,31 @@ def test_size_is_in_millions_and_names_the_trained_part_if_it_is_one(fake_group,
     engine = remote(fake_group())
     assert engine.size == "7.0M parameters (0.50M trained)"
     group = fake_group(1, build_engine=lambda *_: (1_234_500_000, 1_234_500_000, 0))
-    assert build_engine(group, "policy", ModelConfig(path="m"), EngineConfig()).size == "1,234.5M parameters"
+    source = EngineSource(model=ModelConfig(path="m"), layout=EngineConfig())
+    assert build_engine(group, "policy", source).size == "1,234.5M parameters"
     group = fake_group(1, build_engine=lambda *_: (41_260, 1_230, 0))
-    assert build_engine(group, "policy", ModelConfig(path="m"), EngineConfig()).size == (
-        "41.3K parameters (1.23K trained)"
-    )
+    assert build_engine(group, "policy", source).size == ("41.3K parameters (1.23K trained)")
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_build_engine_sends_plain_data_and_keeps_what_the_ranks_say(fake_group, frozen):
     group = fake_group(3, build_engine=lambda rank, *_: (50, 20, 100 + 10 * rank))
     layout, optimizer = EngineConfig(fsdp_size=3), OptimizerConfig(learning_rate=0.5)
-    engine = build_engine(
-        group,
-        "critic",
-        ModelConfig(path="there"),
-        layout.frozen() if frozen else layout,
+    source = EngineSource(
+        model=ModelConfig(path="there"),
+        layout=layout.frozen() if frozen else layout,
         head="token_values",
-        optimizer=None if frozen else optimizer,
-        total_steps=9,
         seed=4,
         temperature=0.25,
     )
+    engine = build_engine(group, "critic", source, optimizer=None if frozen else optimizer, total_steps=9)
     ((method, role, sent, *trained),) = group.calls
     assert (method, role) == ("build_engine", "critic")
-    source = EngineSource.model_validate_json(sent)
-    assert source.layout == (layout.frozen() if frozen else layout)
-    assert (source.model.path, source.head, source.seed, source.temperature) == ("there", "token_values", 4, 0.25)
+    assert EngineSource.model_validate_json(sent) == source
     assert trained == ([] if frozen else [optimizer.model_dump_json(), 9, False])
     assert engine.has_weights == frozen
     assert (engine.num_parameters, engine.num_trained_parameters, engine.num_bytes_read) == (50, 20, 120)
-    assert (engine.role, engine.group, engine.model.path) == ("critic", group, "there")
+    assert (engine.role, engine.group, engine.source) == ("critic", group, source)
 
 
 def test_trained_weights_are_read_once_unless_a_checkpoint_has_brought_them(fake_group, remote):

@@ -34,8 +34,7 @@ def scorer(fake_group, model_folder):
     engine = RemoteEngine(
         group=fake_group(2, score=score),
         role="reward r",
-        model=model,
-        layout=FrozenEngineConfig(max_tokens_per_micro_batch=24),
+        source=EngineSource(model=model, layout=FrozenEngineConfig(max_tokens_per_micro_batch=24)),
         num_parameters=1,
         num_trained_parameters=0,
         num_bytes_read=0,

@@ -113,7 +113,7 @@ def test_the_policy_is_trained_and_its_schedule_counts_optimizer_steps(built):
     )
     assert engines.policy.size == "7.0M parameters"
     assert engines.policy.num_bytes_read == 101
-    assert engines.policy.layout == settings.engine
+    assert engines.policy.source.layout == settings.engine
 
 
 def test_the_reference_is_the_policys_model_frozen_in_its_own_layout(built):

@@ -51,7 +51,7 @@ def _bytes_of_previous(run: Path, *, with_state: bool) -> int | None:
 
 def _num_bytes(engine: RemoteEngine, *, with_state: bool) -> int:
     """Returns a lower bound of the bytes that are saved; for a state the masters and one moment, as Muon has."""
-    layout = engine.layout
+    layout = engine.source.layout
     assert isinstance(layout, EngineConfig), f"{engine.role} is not trained"
     param_bytes, master_bytes = (getattr(torch, dtype).itemsize for dtype in (layout.param_dtype, layout.master_dtype))
     saves_whole = layout.lora is None or layout.lora.save_merged

@@ -20,7 +20,7 @@ def test_live_engines_write_weights_and_states_into_their_folders(tmp_path, engi
     files.write(tmp_path)
     assert files.hash_shares(tmp_path) == [{"rank": 0}, {"rank": 1}]
     assert files.group is engines[""].group
-    model = engines[""].model.model_dump_json()
+    model = engines[""].source.model.model_dump_json()
     assert arguments(files.group, "save") == [
         ("policy", model, str(tmp_path), str(tmp_path / "state" / "policy")),
         ("critic", model, str(tmp_path / "critic"), str(tmp_path / "state" / "critic")),
