@@ -1,6 +1,7 @@
 """Offline distillation: a student learns a teacher's distributions over the whole vocabulary, on given answers."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from shardwise.config import DistillConfig, longest_sequence
 from shardwise.controller.base import WorkerGroup
@@ -8,7 +9,7 @@ from shardwise.data import supervised_samples
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.opened_model import open_companion, open_model
-from shardwise.recipes.rows import open_rows
+from shardwise.recipes.rows import open_rows, train_on_rows, writer_source
 from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample
 
@@ -25,12 +26,7 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
     student = build_engine(
         group,
         "student",
-        EngineSource(
-            model=model.config,
-            layout=config.engine,
-            turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
-            seed=trainer.seed,
-        ),
+        writer_source(config, model),
         optimizer=trainer.optimizer_config(),
         total_steps=rows.total_steps,
     )
@@ -44,14 +40,9 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
         frozen=[teacher],
         total_steps=rows.total_steps,
     ) as run:
-        for step in run.steps():
-            samples = rows.batch(step)
-            with run.spans("train"):
-                metrics = student.train(samples, teacher=teacher)
-            if rows.held_out is not None and run.should_validate(step):
-                with run.spans("validate"):
-                    metrics |= validate(student, teacher, rows.held_out)
-            run.report(step, metrics | rows.counts, num_tokens=sum(len(sample.token_ids) for sample in samples))
+        train_on_rows(
+            run, rows, step=partial(student.train, teacher=teacher), validate=partial(validate, student, teacher)
+        )
 
 
 def validate(student: RemoteEngine, teacher: RemoteEngine, samples: Sequence[Sample]) -> Metrics:

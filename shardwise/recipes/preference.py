@@ -13,7 +13,7 @@ from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.losses import preference_losses
 from shardwise.recipes.opened_model import open_model
-from shardwise.recipes.rows import open_rows
+from shardwise.recipes.rows import held_out_metrics, open_rows, train_on_rows, writer_source
 from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample
 
@@ -33,12 +33,7 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
     policy = build_engine(
         group,
         "policy",
-        EngineSource(
-            model=model.config,
-            layout=config.engine,
-            turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
-            seed=trainer.seed,
-        ),
+        writer_source(config, model),
         optimizer=trainer.optimizer_config(),
         total_steps=rows.total_steps,
     )
@@ -57,18 +52,13 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
         frozen=reference.engines,
         total_steps=rows.total_steps,
     ) as run:
-        for step in run.steps():
-            with run.spans("logprobs"):
-                batch = reference.score(rows.batch(step))
-                if config.estimates_kl:
-                    kl = kl_of_mismatched(batch, policy, reference, config)
-                    policy.use_loss("preference", config.loss, kl=kl)
-            with run.spans("train"):
-                metrics = with_margin(policy.train(batch, keep_together=size))
-            if rows.held_out is not None and run.should_validate(step):
-                with run.spans("validate"):
-                    metrics |= validate(policy, reference, reference.score(rows.held_out), config)
-            run.report(step, metrics | rows.counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
+        train_on_rows(
+            run,
+            rows,
+            score=lambda batch: score(batch, policy, reference, config),
+            step=lambda batch: with_margin(policy.train(batch, keep_together=size)),
+            validate=lambda held_out: validate(policy, reference, reference.score(held_out), config),
+        )
 
 
 class Reference:
@@ -105,6 +95,16 @@ class Reference:
         return [replace(sample, ref_logprobs=values) for sample, values in zip(samples, scores, strict=True)]
 
 
+def score(
+    batch: Sequence[Sample], policy: RemoteEngine, reference: Reference, config: PreferenceConfig
+) -> list[Sample]:
+    """Adds ref_logprobs to the batch of a step, and gives the loss the batch's KL divergence if it takes one."""
+    scored = reference.score(batch)
+    if config.estimates_kl:
+        policy.use_loss("preference", config.loss, kl=kl_of_mismatched(scored, policy, reference, config))
+    return scored
+
+
 def kl_of_mismatched(
     samples: Sequence[Sample], policy: RemoteEngine, reference: Reference, config: PreferenceConfig
 ) -> float:
@@ -135,8 +135,7 @@ def validate(
         torch.stack([sample.loss_mask.sum() for sample in samples]).float(),
         torch.tensor([sample.reward for sample in samples]),
     )
-    renamed = {f"val/{name.rpartition('/')[2]}": value for name, value in with_margin(metrics).items()}
-    return {"val/loss": MetricValue.mean(float(losses.sum()), len(losses)), **renamed}
+    return held_out_metrics(losses, with_margin(metrics))
 
 
 def with_margin(metrics: Metrics) -> Metrics:

@@ -12,9 +12,9 @@ from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.losses import reward_model_losses
 from shardwise.recipes.opened_model import open_model
-from shardwise.recipes.rows import open_rows
+from shardwise.recipes.rows import held_out_metrics, open_rows, train_on_rows
 from shardwise.recipes.run import Run, is_finished
-from shardwise.types import Metrics, MetricValue, Sample
+from shardwise.types import Metrics, Sample
 
 
 def train(config: RewardModelConfig, group: WorkerGroup) -> None:
@@ -40,20 +40,13 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
     )
     scorer.use_loss("reward_model", config.loss)
     with Run("reward-model", config, parts={"rows": rows}, engines={"": scorer}, total_steps=rows.total_steps) as run:
-        for step in run.steps():
-            batch = rows.batch(step)
-            with run.spans("train"):
-                metrics = scorer.train(batch, keep_together=2)
-            if rows.held_out is not None and run.should_validate(step):
-                with run.spans("validate"):
-                    metrics |= validate(scorer, rows.held_out, config)
-            run.report(step, metrics | rows.counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
+        train_on_rows(
+            run, rows, step=partial(scorer.train, keep_together=2), validate=partial(validate, scorer, config=config)
+        )
 
 
 def validate(scorer: RemoteEngine, pairs: Sequence[Sample], config: RewardModelConfig) -> Metrics:
     """val/loss, val/accuracy and the loss's other metrics on held-out pairs."""
     scores = torch.stack([values.sum() for values in scorer.score(pairs)])
     rewards = torch.tensor([sample.reward for sample in pairs])
-    losses, metrics = reward_model_losses(config.loss)(scores, rewards)
-    renamed = {f"val/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
-    return {"val/loss": MetricValue.mean(float(losses.sum()), len(losses)), **renamed}
+    return held_out_metrics(*reward_model_losses(config.loss)(scores, rewards))

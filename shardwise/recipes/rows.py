@@ -1,15 +1,19 @@
-"""What recipes that train on given rows share: a batch of rows for each step, and held-out rows."""
+"""What recipes that train on given rows share: the rows, the loop over their batches, and metrics of held-out ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardwise.config import BatchTrainerConfig, allows_other_rows
+from torch import Tensor
+
+from shardwise.config import BatchTrainerConfig, DistillConfig, PreferenceConfig, SFTConfig, allows_other_rows
 from shardwise.config.data import SequenceDataConfig
 from shardwise.data import BatchLoader, Loaded
 from shardwise.data.loader import compare_rows, steps_of
+from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.opened_model import OpenedModel
+from shardwise.recipes.run import Run
 from shardwise.types import Metrics, MetricValue, Sample
 
 
@@ -78,3 +82,47 @@ def open_rows(
         loader=loader,
         rows_may_differ=allows_other_rows(trainer.resume_allow),
     )
+
+
+def writer_source(config: SFTConfig | DistillConfig | PreferenceConfig, model: OpenedModel) -> EngineSource:
+    """Returns the source of the engine that learns to write the answers of a run's rows."""
+    return EngineSource(
+        model=model.config,
+        layout=config.engine,
+        turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
+        seed=config.trainer.seed,
+    )
+
+
+def train_on_rows(
+    run: Run,
+    rows: TrainingRows,
+    *,
+    step: Callable[[list[Sample]], Metrics],
+    validate: Callable[[list[Sample]], Metrics],
+    score: Callable[[list[Sample]], list[Sample]] | None = None,
+) -> None:
+    """Makes every step of a run, and validates where it is due.
+
+    Args:
+        step: makes an optimizer step on a batch, and returns its metrics.
+        validate: returns the metrics of held-out rows.
+        score: adds to a batch what the optimizer step compares it with, before it is made.
+    """
+    for number in run.steps():
+        batch = rows.batch(number)
+        if score is not None:
+            with run.spans("logprobs"):
+                batch = score(batch)
+        with run.spans("train"):
+            metrics = step(batch)
+        if rows.held_out is not None and run.should_validate(number):
+            with run.spans("validate"):
+                metrics |= validate(rows.held_out)
+        run.report(number, metrics | rows.counts, num_tokens=sum(len(sample.token_ids) for sample in batch))
+
+
+def held_out_metrics(losses: Tensor, metrics: Metrics) -> Metrics:
+    """Returns val/loss, the mean of the losses, and the loss's other metrics by their last name under val/."""
+    renamed = {f"val/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
+    return {"val/loss": MetricValue.mean(float(losses.sum()), len(losses)), **renamed}

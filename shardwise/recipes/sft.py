@@ -6,10 +6,9 @@ from functools import partial
 from shardwise.config import SFTConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import supervised_samples
-from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.opened_model import open_model
-from shardwise.recipes.rows import open_rows
+from shardwise.recipes.rows import open_rows, train_on_rows, writer_source
 from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample
 
@@ -23,24 +22,12 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
     policy = build_engine(
         group,
         "policy",
-        EngineSource(
-            model=model.config,
-            layout=config.engine,
-            turn_end_id=model.turn_end_id if config.data.apply_chat_template else None,
-            seed=config.trainer.seed,
-        ),
+        writer_source(config, model),
         optimizer=config.trainer.optimizer_config(),
         total_steps=rows.total_steps,
     )
     with Run("sft", config, parts={"rows": rows}, engines={"": policy}, total_steps=rows.total_steps) as run:
-        for step in run.steps():
-            samples = rows.batch(step)
-            with run.spans("train"):
-                metrics = policy.train(samples)
-            if rows.held_out is not None and run.should_validate(step):
-                with run.spans("validate"):
-                    metrics |= validate(policy, rows.held_out)
-            run.report(step, metrics | rows.counts, num_tokens=sum(len(sample.token_ids) for sample in samples))
+        train_on_rows(run, rows, step=policy.train, validate=partial(validate, policy))
 
 
 def validate(policy: RemoteEngine, samples: Sequence[Sample]) -> Metrics:

@@ -1,8 +1,10 @@
 """Batches of rows, and what is read for them."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 from tiny_models import tiny_vision_model
 
 from shardwise.config import (
@@ -11,11 +13,13 @@ from shardwise.config import (
     DataError,
     ModelConfig,
     PreferenceDataConfig,
+    SFTConfig,
     SupervisedDataConfig,
 )
 from shardwise.data import labelled_samples, preference_pairs, supervised_samples
-from shardwise.recipes.opened_model import open_model
-from shardwise.recipes.rows import open_rows
+from shardwise.recipes.opened_model import OpenedModel, open_model
+from shardwise.recipes.rows import held_out_metrics, open_rows, train_on_rows, writer_source
+from shardwise.types import MetricValue
 
 
 @pytest.fixture
@@ -104,3 +108,77 @@ def test_a_run_goes_on_with_as_many_rows_or_with_others_where_it_may(model, writ
     assert allowed.state_dict() == four.state_dict()
     four.load_state_dict(allowed.state_dict())
     assert capsys.readouterr().err == ""
+
+
+class RecordedRun:
+    """Two steps, the second of which validates; everything that happens, in order."""
+
+    def __init__(self):
+        self.events = []
+
+    def steps(self):
+        yield from (1, 2)
+
+    @contextmanager
+    def spans(self, name):
+        self.events.append(f"begin {name}")
+        yield
+        self.events.append(f"end {name}")
+
+    def should_validate(self, step):
+        return step == 2
+
+    def report(self, step, metrics, *, num_tokens):
+        self.events.append((step, {name: value.result() for name, value in metrics.items()}, num_tokens))
+
+
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("validates", [False, True])
+def test_each_step_trains_on_its_batch_and_reports_it_with_what_was_held_out(model, write_jsonl, scores, validates):
+    files = write_jsonl("rows.jsonl", [{"prompt": f"{n}=", "response": str(n)} for n in range(4)])
+    settings = data(SupervisedDataConfig, files, validation_files=files if validates else [], max_validation_rows=1)
+    rows, run = open_rows(supervised_samples, settings, trainer(), model), RecordedRun()
+
+    def step(batch):
+        run.events.append([sample.reward for sample in batch])
+        return {"train/loss": MetricValue.mean(float(len(batch)), 1)}
+
+    def validate(held_out):
+        assert held_out is rows.held_out
+        return {"val/loss": MetricValue.mean(7.0, 1)}
+
+    def score(batch):
+        return [replace(sample, reward=float(sample.uid[-1])) for sample in batch]
+
+    train_on_rows(run, rows, step=step, validate=validate, score=score if scores else None)
+    counts = {name: value.result() for name, value in rows.counts.items()}
+    expected = []
+    for number, lines in ((1, [1.0, 2.0]), (2, [3.0, 4.0])):
+        metrics = {"train/loss": 2.0}
+        expected += ["begin logprobs", "end logprobs"] if scores else []
+        expected += ["begin train", lines if scores else [0.0, 0.0], "end train"]
+        if validates and number == 2:
+            expected += ["begin validate", "end validate"]
+            metrics["val/loss"] = 7.0
+        num_tokens = sum(len(sample.token_ids) for sample in rows.batch(number))
+        expected.append((number, metrics | counts, num_tokens))
+    assert run.events == expected
+
+
+def test_metrics_of_held_out_rows_are_the_losses_own_under_val():
+    metrics = {"preference/accuracy": MetricValue.mean(1.0, 4), "margin": MetricValue.mean(6.0, 4)}
+    found = held_out_metrics(torch.tensor([1.0, 2.0, 6.0]), metrics)
+    assert {name: value.result() for name, value in found.items()} == {
+        "val/loss": 3.0,
+        "val/accuracy": 0.25,
+        "val/margin": 1.5,
+    }
+
+
+@pytest.mark.parametrize("renders", [True, False])
+def test_a_writer_ends_completions_as_the_template_of_its_rows_ends_turns(model_folder, monkeypatch, renders):
+    monkeypatch.setattr(OpenedModel, "turn_end_id", 5)
+    keys = {"model": {"path": str(model_folder)}, "data": {"train_files": "x", "apply_chat_template": renders}}
+    config = SFTConfig.parse(keys | {"trainer": {"output_dir": "out", "seed": 3}}, origin="test")
+    source = writer_source(config, open_model(config.model))
+    assert (source.turn_end_id, source.seed, source.layout) == (5 if renders else None, 3, config.engine)
