@@ -16,8 +16,8 @@ from shardwise.recipes.engines import build_rollout_engines
 from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.sampling.environment import require_tool_tags, tool_schemas, warn_of_unseen_tools
-from shardwise.recipes.sampling.rollouter import Rollouter, is_correct
-from shardwise.rewards import final_answer, make_rewards
+from shardwise.recipes.sampling.rollouter import Rollouter
+from shardwise.rewards import final_answer, is_correct, make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 
 _MEASURED = "measured"

@@ -18,6 +18,7 @@ from shardwise.config import (
 from shardwise.console import warn
 from shardwise.rewards.base import Answer, RewardJob, RewardResult, Scorer
 from shardwise.rewards.judge import Judge
+from shardwise.rewards.parts import combine
 from shardwise.rewards.pool import RewardPool, check_functions
 from shardwise.rewards.scores import finite_number, finite_numbers
 from shardwise.rewards.user_code import describe_error, load_function
@@ -308,28 +309,6 @@ def check_rewards(config: RewardConfig) -> None:
 
 def _load_manager(spec: str) -> Callable[[RewardConfig], Any]:
     return load_function(spec, key="reward.manager", expected="a class Manager(config) with score(jobs) and close()")
-
-
-def combine(answers: Mapping[str, Answer], config: RewardConfig) -> RewardResult:
-    """Combines the answers to one job to their weighted sum, in the order of reward.functions.
-
-    Args:
-        answers: entry name -> answer.
-    """
-    score = 0.0
-    parts: dict[str, float] = {}
-    failures = []
-    alone = len(config.functions) == 1
-    for entry in config.functions:
-        answer = answers[entry.name]
-        if answer.failure is not None:
-            score += entry.weight * config.failure_value
-            failures.append(answer.failure if alone else f"{entry.name}: {answer.failure}")
-            continue
-        score += entry.weight * answer.score
-        parts |= {part if alone else f"{entry.name}/{part}": value for part, value in answer.parts.items()}
-        parts[entry.name] = answer.score
-    return RewardResult(score=score, parts=parts, failure="; ".join(failures) or None)
 
 
 def _who_and_remedy(

@@ -9,7 +9,6 @@ import pytest
 from shardwise.config import ConfigError, RewardConfig, RewardError
 from shardwise.rewards import CustomRewards, RewardJob, RewardResult, Rewards, check_rewards, make_rewards
 from shardwise.rewards.base import Answer
-from shardwise.rewards.composite import combine
 
 RULES = """
 def number(data_source, solution_str, ground_truth, extra_info):
@@ -88,14 +87,6 @@ def test_the_reward_is_the_weighted_sum_and_every_score_a_part_by_its_name():
 def test_parts_of_a_single_function_keep_their_own_names():
     (result,) = score({"function": "rules.py:scaled", "parameters": {"factor": 1}}, "2")
     assert result == RewardResult(score=2.0, parts={"acc": 1.0, "scaled": 2.0})
-
-
-def test_combine_by_hand():
-    config = RewardConfig(functions=["a:x", {"function": "a:y", "weight": -2}], on_failure="value", failure_value=0.5)
-    answers = {"x": Answer(score=3.0, parts={"p": 1.0}), "y": Answer(failure="broke")}
-    assert combine(answers, config) == RewardResult(
-        score=3.0 - 2 * 0.5, parts={"x": 3.0, "x/p": 1.0}, failure="y: broke"
-    )
 
 
 @pytest.mark.parametrize("parameters", [{}, {"factor": 1, "ofset": 2}], ids=["missing", "unknown"])

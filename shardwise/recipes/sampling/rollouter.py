@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.config import (
     AgentEnvironment,
     CustomEnvironment,
-    RewardConfig,
     SamplingConfig,
     ToolsEnvironment,
     TrainingError,
@@ -261,20 +260,3 @@ def _require_whole(episodes: Sequence[Episode]) -> None:
             f"the environment failed for row {uid}: {failure}. Fix it, or give a reward, whose on_failure=mask "
             "leaves such rows out"
         )
-
-
-def is_correct(reward: float, parts: dict[str, float], config: RewardConfig) -> bool:
-    """Returns whether the first of reward.functions calls it correct: by its "acc" if it returned one, else by its
-    score.
-
-    Other entries and all weights do not matter: a format or length reward does not change accuracy. If there is no part
-    by the first entry's name, its call failed, which is not correct. A manager's results go by a part "acc", else by
-    the reward.
-    """
-    if config.manager is not None:
-        return parts["acc"] > 0 if "acc" in parts else reward >= config.correct_at
-    first = config.functions[0].name
-    acc = "acc" if len(config.functions) == 1 else f"{first}/acc"
-    if acc in parts:
-        return parts[acc] > 0
-    return first in parts and parts[first] >= config.correct_at

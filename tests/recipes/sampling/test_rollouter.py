@@ -8,8 +8,8 @@ import torch
 from tiny_models import reference_logprobs, tiny_folder
 from transformers import AutoModelForCausalLM
 
-from shardwise.config import RewardConfig, RolloutConfig, TrainingError
-from shardwise.recipes.sampling.rollouter import Rollouter, is_correct
+from shardwise.config import RolloutConfig, TrainingError
+from shardwise.recipes.sampling.rollouter import Rollouter
 from shardwise.recipes.sampling.sync_gate import SyncGate
 from shardwise.rewards import RewardResult
 from shardwise.rollout import EmbeddedEngine
@@ -137,43 +137,6 @@ def test_the_same_row_twice_in_a_step_gets_draws_of_its_own(fake_group):
     rollouter.collect([example, example], num_completions=1, temperature=1.0, seed=0, stream="step 1")
     ((_, (requests,)),) = group.calls
     assert len({request.uid for request in requests}) == 2
-
-
-@pytest.mark.parametrize(
-    ("reward", "parts", "correct_at", "expected"),
-    [
-        (1.0, {"b": 1.0}, 1.0, True),
-        (0.99, {"b": 0.99}, 1.0, False),
-        (0.5, {"b": 0.5}, 0.5, True),
-        (0.0, {"b": 0.0, "acc": 1.0}, 1.0, True),
-        (1.0, {"b": 1.0, "acc": 0.0}, 1.0, False),
-        (1.0, {}, 1.0, False),  # a failed call, scored 1.0 by failure_value
-    ],
-)
-def test_is_correct_by_hand(reward, parts, correct_at, expected):
-    assert is_correct(reward, parts, RewardConfig(functions="a:b", correct_at=correct_at)) is expected
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        ({"b": 1.0, "length": -5.0}, True),
-        ({"b": 0.0, "length": 5.0}, False),
-        ({"b": 0.0, "b/acc": 1.0, "length": 0.0}, True),
-        ({"b": 0.0, "length": 0.0, "length/acc": 1.0}, False),
-        ({"length": 5.0}, False),
-    ],
-)
-def test_the_first_of_several_functions_says_what_is_correct(parts, expected):
-    config = RewardConfig(functions=["a:b", {"function": "c:d", "name": "length", "weight": 3}])
-    assert is_correct(99.0, parts, config) is expected
-
-
-def test_results_of_a_manager_are_correct_by_acc_or_by_the_reward():
-    config = RewardConfig(functions=[], manager="a:B", correct_at=0.5)
-    assert is_correct(0.5, {}, config)
-    assert not is_correct(0.4, {"b": 1.0}, config)
-    assert is_correct(0.0, {"acc": 1.0}, config)
 
 
 def test_without_rewards_an_environment_that_fails_stops_the_run(fake_group, tmp_path, monkeypatch):
