@@ -1,17 +1,14 @@
 """Binds the advantage estimators of `algorithms` to a config, and to the samples of a step."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.algorithms import (
-    clip_cov_selection,
-    correction_metrics,
     explained_variance,
     gae,
     gdpo,
@@ -20,25 +17,21 @@ from shardwise.algorithms import (
     group_metrics,
     grpo,
     grpo_passk,
-    kl_cov_selection,
     maxrl,
-    mismatch_metrics,
     opo,
     outcome_token_rewards,
-    overlong_penalty,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
     reverse_kl_advantages,
     rloo,
-    rollout_rejection,
-    rollout_weights,
     turn_metrics,
 )
-from shardwise.config import AlgorithmConfig, Custom, MismatchRejection, RatioWeights, TrainingError
+from shardwise.config import AlgorithmConfig, Custom, TrainingError
 from shardwise.config.algorithm import GROUP_ADVANTAGES
 from shardwise.recipes.custom import EXTRAS, CustomFunction
 from shardwise.recipes.losses import kl_estimate
+from shardwise.recipes.sample_fields import padded, padded_field, present, with_field
 from shardwise.types import Metrics, MetricValue, Sample
 
 AdvantageFn = Callable[..., Tensor]
@@ -75,7 +68,7 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
     """Adds advantages, and returns if there is a critic. A KL term in the reward is first subtracted from it token by
     token."""
     samples = scored.samples
-    loss_mask = padded([sample.loss_mask for sample in samples])
+    loss_mask = padded_field(samples, "loss_mask")
     token_rewards = outcome_token_rewards(torch.tensor([sample.reward for sample in samples]), loss_mask)
     group_ids = torch.tensor([sample.group for sample in samples])
     chosen = config.advantage
@@ -89,13 +82,13 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
         [present(s.rollout_logprobs if s.old_logprobs is None else s.old_logprobs) for s in samples]
     )
     if config.kl_in == "reward" and config.kl_coef > 0:
-        reference = padded([present(sample.ref_logprobs) for sample in samples])
+        reference = padded_field(samples, "ref_logprobs")
         kl = kl_estimate(config)(policy_logprobs.flatten(), reference.flatten())
         token_rewards = token_rewards - kl_coef * kl.view_as(token_rewards)
     returns = None
     match chosen.name:
         case "gae":
-            values = padded([present(sample.values) for sample in samples])
+            values = padded_field(samples, "values")
             advantages, returns = gae(token_rewards, loss_mask, values, **chosen.arguments())
         case "gdpo":
             parts = {name: torch.tensor(list(scores)) for name, scores in scored.reward_parts.items()}
@@ -122,12 +115,12 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
         case name:
             advantages = ADVANTAGES[name](token_rewards, loss_mask, group_ids, **chosen.arguments())
     _require_finite(advantages, samples, config)
-    learned = _with_rows(samples, "advantages", advantages)
+    learned = with_field(samples, "advantages", advantages)
     if returns is None:
         return learned, metrics
     _require_finite(returns, samples, config)
-    values = padded([present(sample.values) for sample in samples])
-    return _with_rows(learned, "returns", returns), metrics | explained_variance(values, returns, loss_mask)
+    values = padded_field(samples, "values")
+    return with_field(learned, "returns", returns), metrics | explained_variance(values, returns, loss_mask)
 
 
 def _compared_rewards(scored: Scored, config: AlgorithmConfig) -> Tensor:
@@ -167,88 +160,6 @@ def turns_and_states(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     return padded(turns), padded(states)
 
 
-def with_overlong_penalty(samples: Sequence[Sample], config: AlgorithmConfig, *, max_tokens: int) -> list[Sample]:
-    """Applies DAPO's soft punishment to the rewards of completions that come close to `max_tokens`. The length includes
-    what the environment said between the turns."""
-    if config.overlong_penalty is None:
-        return list(samples)
-    lengths = torch.tensor([_num_response_tokens(sample) for sample in samples])
-    penalties = overlong_penalty(
-        lengths,
-        max_tokens=max_tokens,
-        buffer_tokens=config.overlong_penalty.buffer_tokens,
-        factor=config.overlong_penalty.factor,
-    )
-    return [replace(s, reward=s.reward + p) for s, p in zip(samples, penalties.tolist(), strict=True)]
-
-
-def _num_response_tokens(sample: Sample) -> int:
-    """Counts the tokens from the first trained one on."""
-    return int(sample.loss_mask.cumsum(0).bool().sum())
-
-
-def with_rollout_correction(samples: Sequence[Sample], config: AlgorithmConfig) -> tuple[list[Sample], Metrics]:
-    """Adds importance weights, and removes rejected tokens from the loss and so from its denominators.
-
-    Returns:
-        The samples, and metrics of how far trainer and rollout were apart before, if there are trainer's logprobs.
-    """
-    correction = config.rollout_correction
-    if not config.needs_old_logprobs:
-        return list(samples), {}
-    old, rollout, loss_mask = (
-        padded([present(getattr(sample, name)) for sample in samples])
-        for name in ("old_logprobs", "rollout_logprobs", "loss_mask")
-    )
-    apart = mismatch_metrics(old, rollout, loss_mask)
-    if not correction.compares:
-        return list(samples), apart
-    weights, kept = torch.ones_like(old), loss_mask
-    if correction.weights is not None:
-        weights = _weights(correction.weights, old, rollout, loss_mask)
-    if correction.rejection is not None:
-        kept = _kept(correction.rejection, old, rollout, loss_mask)
-    corrected = _with_rows(_with_rows(samples, "importance_weights", weights), "loss_mask", kept)
-    high = correction.weights.high if isinstance(correction.weights, RatioWeights) else math.inf
-    return corrected, apart | correction_metrics(weights, kept, loss_mask, high=high)
-
-
-def with_selection(samples: Sequence[Sample], config: AlgorithmConfig, *, seed: int) -> list[Sample]:
-    """Marks the tokens of an optimizer step that clip_cov and kl_cov treat apart from the others."""
-    chosen = config.policy_loss
-    if chosen.name not in ("clip_cov", "kl_cov"):
-        return list(samples)
-    old, advantages, loss_mask = (
-        padded([present(getattr(sample, name)) for sample in samples])
-        for name in ("old_logprobs", "advantages", "loss_mask")
-    )
-    match chosen.name:
-        case "clip_cov":
-            selected = clip_cov_selection(
-                old,
-                advantages,
-                loss_mask,
-                fraction=chosen.fraction,
-                cov_low=chosen.cov_low,
-                cov_high=chosen.cov_high,
-                seed=seed,
-            )
-        case _:
-            selected = kl_cov_selection(old, advantages, loss_mask, fraction=chosen.fraction)
-    return _with_rows(samples, "selected", selected)
-
-
-def padded(rows: Sequence[Tensor]) -> Tensor:
-    """Returns [N, L], with 0 or False after the end of a row."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
-def present(values: Tensor | None) -> Tensor:
-    """Returns values that an earlier phase of the step must have set."""
-    assert values is not None
-    return values
-
-
 def _custom_advantages(
     chosen: Custom, scored: Scored, token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor
 ) -> tuple[Tensor, Tensor | None]:
@@ -259,7 +170,7 @@ def _custom_advantages(
     there: dict[str, Any] = {"reward_parts": {name: torch.tensor(list(s)) for name, s in scored.reward_parts.items()}}
     for name in EXTRAS[own.key]:
         if name not in there and getattr(samples[0], name) is not None:
-            there[name] = padded([present(getattr(sample, name)) for sample in samples])
+            there[name] = padded_field(samples, name)
     returned = own(token_rewards, loss_mask, group_ids, **{name: there[name] for name in own.asked(there)})
     meaning = "one advantage for each token"
     if "values" not in there:
@@ -274,30 +185,6 @@ def _custom_advantages(
         advantages = own.tensor(returned, loss_mask.shape, meaning=meaning).float()
         returns = advantages + there["values"]
     return advantages, torch.where(loss_mask, returns, 0.0)
-
-
-def _weights(chosen: RatioWeights | Custom, old: Tensor, rollout: Tensor, loss_mask: Tensor) -> Tensor:
-    """Returns [N, L] importance weights, 0 where a token is not trained."""
-    if not isinstance(chosen, Custom):
-        return rollout_weights(old, rollout, loss_mask, **chosen.arguments())
-    own = CustomFunction.load(chosen, key="algorithm.rollout_correction.weights")
-    meaning = "one finite weight for each trained token"
-    weights = own.tensor(own(old, rollout, loss_mask), old.shape, meaning=meaning, finite_at=loss_mask)
-    return torch.where(loss_mask, weights.detach(), 0.0).to(old.dtype)
-
-
-def _kept(chosen: MismatchRejection | Custom, old: Tensor, rollout: Tensor, loss_mask: Tensor) -> Tensor:
-    """Returns [N, L] bool: the trained tokens that stay."""
-    if not isinstance(chosen, Custom):
-        return rollout_rejection(old, rollout, loss_mask, **chosen.arguments())
-    own = CustomFunction.load(chosen, key="algorithm.rollout_correction.rejection")
-    kept = own.tensor(own(old, rollout, loss_mask), old.shape, meaning="true for each token that stays", is_mask=True)
-    return loss_mask & kept
-
-
-def _with_rows(samples: Sequence[Sample], name: str, values: Tensor) -> list[Sample]:
-    rows: list[Any] = list(zip(samples, values, strict=True))
-    return [replace(sample, **{name: row[: len(sample.token_ids)]}) for sample, row in rows]
 
 
 def _require_finite(advantages: Tensor, samples: Sequence[Sample], config: AlgorithmConfig) -> None:

@@ -14,17 +14,17 @@ from shardwise.console import warn
 from shardwise.observability import Spans
 from shardwise.recipes.advantages import (
     Scored,
-    present,
     with_advantages,
-    with_overlong_penalty,
-    with_rollout_correction,
-    with_selection,
 )
 from shardwise.recipes.custom import CustomFunction
 from shardwise.recipes.engines import EMPTY_STEPS, RemoteEngine
+from shardwise.recipes.overlong import with_overlong_penalty
+from shardwise.recipes.rollout_correction import with_rollout_correction
+from shardwise.recipes.sample_fields import present, with_field
 from shardwise.recipes.sampling.sampled_tokens import token_metrics
 from shardwise.recipes.sampling.sampler import Rollout
 from shardwise.recipes.sampling.samples import reward_columns, to_samples
+from shardwise.recipes.token_selection import with_selection
 from shardwise.types import Metrics, MetricValue, Sample, merge_metrics
 
 
@@ -129,14 +129,14 @@ class Learner:
         if algorithm.rollout_correction.bypass:
             samples = [replace(sample, old_logprobs=sample.rollout_logprobs) for sample in samples]
         elif algorithm.needs_old_logprobs:
-            samples = _with_scores(samples, "old_logprobs", engines.policy.score(samples))
+            samples = with_field(samples, "old_logprobs", engines.policy.score(samples))
         if algorithm.kl_coef > 0:
             is_policy = engines.reference is None
             reference = engines.policy if engines.reference is None else engines.reference
             scores = reference.score(without_experts(samples), with_adapters=not is_policy)
-            samples = _with_scores(samples, "ref_logprobs", scores)
+            samples = with_field(samples, "ref_logprobs", scores)
         if engines.critic is not None:
-            samples = _with_scores(samples, "values", engines.critic.score(without_experts(samples)))
+            samples = with_field(samples, "values", engines.critic.score(without_experts(samples)))
         greedy, reward = rollout.greedy_rewards, self._config.reward
         parts = {} if reward is None else reward_columns(rollout.groups, reward)
         if algorithm.advantage.name == "gdpo" and not parts and not all(all(g.failed) for g in rollout.groups):
@@ -249,8 +249,3 @@ def minibatches(samples: list[Sample], config: AlgorithmConfig, *, seed: int, st
 def without_experts(samples: Sequence[Sample]) -> list[Sample]:
     """Removes the recorded expert choices: router replay is for the policy alone, other models route for themselves."""
     return [replace(sample, experts=None) for sample in samples]
-
-
-def _with_scores(samples: Sequence[Sample], name: str, scores: Sequence[Tensor]) -> list[Sample]:
-    scored: list[Any] = list(zip(samples, scores, strict=True))
-    return [replace(sample, **{name: values}) for sample, values in scored]

@@ -15,6 +15,7 @@ from shardwise.recipes.losses import preference_losses
 from shardwise.recipes.opened_model import open_model
 from shardwise.recipes.rows import held_out_metrics, open_rows, train_on_rows, writer_source
 from shardwise.recipes.run import Run, is_finished
+from shardwise.recipes.sample_fields import with_field
 from shardwise.types import Metrics, MetricValue, Sample
 
 
@@ -92,7 +93,7 @@ class Reference:
             return list(samples)
         starts_as_policy = self._config.reference_logprobs == "before_training"  # adapters it started with included
         scores = self._scorer.score(samples, with_adapters=starts_as_policy or self._config.engine.lora is None)
-        return [replace(sample, ref_logprobs=values) for sample, values in zip(samples, scores, strict=True)]
+        return with_field(samples, "ref_logprobs", scores)
 
 
 def score(

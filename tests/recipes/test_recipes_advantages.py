@@ -1,23 +1,19 @@
 """Advantages bound to samples, against loops in numpy."""
 
 import itertools
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from noisy_samples import as_lists, rewritten, two_groups, with_noise
 
 from shardwise.config import AlgorithmConfig, ConfigError, TrainingError
 from shardwise.recipes.advantages import (
     ADVANTAGES,
     Scored,
-    padded,
     turns_and_states,
     with_advantages,
-    with_overlong_penalty,
-    with_rollout_correction,
-    with_selection,
 )
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Sample
@@ -30,23 +26,6 @@ def advantages_of(samples, algorithm, *, kl_coef=None, reward_parts=None, **scor
         algorithm,
         kl_coef=algorithm.kl_coef if kl_coef is None else kl_coef,
     )
-
-
-def rewritten(sample, **fields) -> Sample:
-    return Sample(**{name: getattr(sample, name) for name in Sample.__slots__} | fields)
-
-
-def with_noise(samples, *names, seed=1):
-    """Every sample with numbers of its own in the named arrays, 0 where not trained."""
-    rng = np.random.default_rng(seed)
-    for sample in samples:
-        fields = {name: -rng.uniform(0.1, 2.0, len(sample.token_ids)) for name in names}
-        yield rewritten(sample, **{n: torch.tensor(np.where(sample.loss_mask, v, 0.0)).float() for n, v in
-                                   fields.items()})  # fmt: skip
-
-
-def two_groups(make_group, rewards=((1.0, 0.0, 0.5), (0.0, 1.0, 1.0))):
-    return to_samples([make_group(r, lengths=[3, 1, 2], prompt_ids=(7,) * (2 + i)) for i, r in enumerate(rewards)])
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "grpo without std", "rloo"])
@@ -269,24 +248,6 @@ def of_parts(token_rewards, loss_mask, group_ids, reward_parts, rollout_logprobs
     assert old_logprobs is None
     of_sample = reward_parts["big"] - reward_parts["small"]
     return of_sample[:, None] + rollout_logprobs + (0 if ref_logprobs is None else 10 * ref_logprobs)
-
-def truncated(old_logprobs, rollout_logprobs, loss_mask, high=2.0):
-    # The built-in truncation by other means; what it says about tokens that are not trained is not read.
-    ratio = (old_logprobs.double() - rollout_logprobs.double()).exp()
-    return torch.where(loss_mask, torch.minimum(ratio, torch.tensor(high)), float("nan"))
-
-def within(old_logprobs, rollout_logprobs, loss_mask, low, high):
-    ratio = (old_logprobs.double() - rollout_logprobs.double()).exp()
-    return (ratio >= low) & (ratio <= high) | ~loss_mask
-
-def no_mask(old_logprobs, rollout_logprobs, loss_mask):
-    return loss_mask.float()
-
-def half(old_logprobs, rollout_logprobs, loss_mask):
-    return 0.5
-
-def infinite(old_logprobs, rollout_logprobs, loss_mask):
-    return old_logprobs / 0
 """
 
 
@@ -439,27 +400,6 @@ def test_an_estimator_of_ones_own_gets_what_it_asks_for_by_name(make_group, own,
         torch.testing.assert_close(found.advantages, expected)
 
 
-def test_the_overlong_penalty_grows_over_the_buffer(make_group):
-    lengths = [1, 6, 7, 8, 10]
-    samples = to_samples([make_group([1.0] * 5, lengths=lengths)])
-    algorithm = AlgorithmConfig(overlong_penalty={"buffer_tokens": 4, "factor": 2.0})
-    found = [sample.reward for sample in with_overlong_penalty(samples, algorithm, max_tokens=10)]
-    assert found == pytest.approx([1.0, 1.0, 1.0 - 2 / 4, 1.0 - 4 / 4, 1.0 - 8 / 4])
-    assert with_overlong_penalty(samples, AlgorithmConfig(), max_tokens=10) == samples
-
-
-def test_the_overlong_penalty_counts_what_was_answered_between_the_turns(make_group):
-    """rollout.max_response_tokens bounds it too."""
-    (sample,) = to_samples([make_group([1.0], lengths=[8])])
-    answered = sample.loss_mask.clone()
-    answered[-5:-1] = False
-    algorithm = AlgorithmConfig(overlong_penalty={"buffer_tokens": 4})
-    (found,) = with_overlong_penalty([rewritten(sample, loss_mask=answered)], algorithm, max_tokens=10)
-    assert found.reward == pytest.approx(1.0 - 2 / 4)
-    nothing = rewritten(sample, loss_mask=torch.zeros_like(answered))
-    assert with_overlong_penalty([nothing], algorithm, max_tokens=10)[0].reward == 1.0
-
-
 def test_gdpo_counts_groups_whose_every_part_is_equal_and_samples_without_tokens(make_group):
     """Parts of weight 0 are not compared; those of other weights are, though their sums are equal."""
     rewards = {"big": [1.0, 0.0, 0.5, 2.0, 2.0, 2.0], "small": [0.0, 1.0, 0.5, 1.0, 1.0, 1.0], "off": [*range(6)]}
@@ -471,124 +411,6 @@ def test_gdpo_counts_groups_whose_every_part_is_equal_and_samples_without_tokens
     empty = rewritten(samples[0], loss_mask=torch.zeros_like(samples[0].loss_mask))
     _, metrics = advantages_of([empty, *samples[1:]], {"advantage": "reinforce_plus_plus"})
     assert metrics["advantage/num_samples_without_tokens"].result() == 1
-
-
-def corrected(samples, **correction):
-    return with_rollout_correction(samples, AlgorithmConfig(rollout_correction=correction))
-
-
-def test_without_a_correction_samples_stay_what_they_are(make_group):
-    samples = two_groups(make_group)
-    for correction in ({}, {"bypass": True}):
-        assert corrected(samples, **correction) == (samples, {})
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize(("mode", "low"), [("truncate", None), ("mask", 0.5)])
-def test_weights_are_policy_over_rollout_probability(make_group, level, mode, low):
-    samples = list(with_noise(two_groups(make_group), "old_logprobs", "rollout_logprobs"))
-    found, metrics = corrected(samples, weights={"level": level, "mode": mode, "low": low, "high": 1.5})
-    expected, bounded = [], []
-    for sample in samples:
-        gaps = (sample.old_logprobs - sample.rollout_logprobs).double().numpy()
-        for t in np.flatnonzero(sample.loss_mask):
-            ratio = math.exp(gaps.sum() if level == "sequence" else gaps[t])
-            inside = mode == "truncate" or 0.5 <= ratio <= 1.5
-            expected.append(min(ratio, 1.5) if mode == "truncate" else ratio * inside)
-            bounded.append(ratio > 1.5)
-    weights = np.concatenate([s.importance_weights[s.loss_mask].numpy() for s in found])
-    np.testing.assert_allclose(weights, expected, rtol=1e-5)
-    assert 0 < sum(bounded) < len(bounded), "the bound is part of the test"
-    assert [s.loss_mask.tolist() for s in found] == [s.loss_mask.tolist() for s in samples]
-    assert all(s.importance_weights.shape == s.token_ids.shape for s in found)
-    assert metrics["rollout/weight"].result() == pytest.approx(np.mean(expected), rel=1e-5)
-    if mode == "truncate":
-        assert metrics["rollout/weight_truncated_fraction"].result() == pytest.approx(np.mean(bounded))
-
-
-def as_lists(samples, *names):
-    return [[getattr(sample, name).tolist() for name in names] for sample in samples]
-
-
-def test_weights_and_rejection_of_ones_own_correct_as_the_built_in_ones(make_group, own):
-    samples = list(with_noise(two_groups(make_group), "old_logprobs", "rollout_logprobs"))
-    bounds = {"low": 0.6, "high": 1.6}
-    found, metrics = corrected(
-        samples,
-        weights={"name": "custom", "function": own("truncated"), "parameters": {"high": 1.5}},
-        rejection={"name": "custom", "function": own("within"), "parameters": bounds},
-    )
-    expected, others = corrected(samples, weights={"high": 1.5}, rejection=bounds)
-    assert as_lists(found, "importance_weights", "loss_mask") == as_lists(expected, "importance_weights", "loss_mask")
-    assert 0 < metrics["rollout/rejected_fraction"].result() < 1
-    bounded = "rollout/weight_truncated_fraction"
-    assert others.pop(bounded).result() > metrics.pop(bounded).result() == 0  # its bound is not known
-    assert {name: value.result() for name, value in metrics.items()} == {
-        name: value.result() for name, value in others.items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("key", "name", "message"),
-    [
-        ("weights", "half", "a float, expected a tensor of shape [6, 6], one finite weight for each trained token"),
-        ("weights", "infinite", "a tensor with elements that are not finite, expected a tensor of shape [6, 6], one "
-         "finite weight for each trained token"),
-        ("rejection", "no_mask", "a tensor of torch.float32, expected a bool tensor of shape [6, 6], true for each "
-         "token that stays"),
-    ],
-)  # fmt: skip
-def test_what_a_correction_of_ones_own_returns_is_checked(make_group, own, key, name, message):
-    samples = list(with_noise(two_groups(make_group), "old_logprobs", "rollout_logprobs"))
-    with pytest.raises(TrainingError) as error:
-        corrected(samples, **{key: own(name)})
-    assert str(error.value) == f"algorithm.rollout_correction.{key}={own(name)} returned {message}"
-
-
-def test_rejected_tokens_leave_the_loss_and_keep_weight_one(make_group):
-    samples = list(with_noise(two_groups(make_group), "old_logprobs", "rollout_logprobs"))
-    found, metrics = corrected(samples, rejection={"estimator": "k1", "low": 0.6, "high": 1.6})
-    num_kept = num_trained = 0
-    for before, after in zip(samples, found, strict=True):
-        ratios = (before.old_logprobs - before.rollout_logprobs).exp()
-        expected = before.loss_mask & (ratios >= 0.6) & (ratios <= 1.6)
-        assert after.loss_mask.tolist() == expected.tolist()
-        assert after.importance_weights[before.loss_mask].tolist() == [1.0] * int(before.loss_mask.sum())
-        num_kept, num_trained = num_kept + int(expected.sum()), num_trained + int(before.loss_mask.sum())
-    assert 0 < num_kept < num_trained
-    assert metrics["rollout/rejected_fraction"].result() == pytest.approx(1 - num_kept / num_trained)
-    assert metrics["rollout/weight_truncated_fraction"].result() == 0
-
-
-def test_clip_cov_and_kl_cov_select_tokens_of_the_whole_optimizer_step(make_group):
-    samples = list(with_noise(two_groups(make_group), "old_logprobs", "advantages"))
-    values = [(float(s.old_logprobs[t]), float(s.advantages[t]), (n, t)) for n, s in enumerate(samples)
-              for t in np.flatnonzero(s.loss_mask)]  # fmt: skip
-    logprobs, advantages = np.array([v[0] for v in values]), np.array([v[1] for v in values])
-    covariance = (logprobs - logprobs.mean()) * (advantages - advantages.mean())
-    largest = [values[i][2] for i in np.argsort(-covariance)[: int(0.25 * len(values))]]
-    kl_cov = AlgorithmConfig(policy_loss={"name": "kl_cov", "fraction": 0.25}, num_epochs=2)
-    found = with_selection(samples, kl_cov, seed=0)
-    chosen = [(n, int(t)) for n, s in enumerate(found) for t in np.flatnonzero(s.selected)]
-    assert sorted(chosen) == sorted((n, int(t)) for n, t in largest)
-    assert all(s.selected.dtype == torch.bool and s.selected.shape == s.token_ids.shape for s in found)
-
-    low, high = np.sort(covariance)[3] + 1e-6, np.sort(covariance)[-2] - 1e-6
-    inside = {values[i][2] for i in np.flatnonzero((covariance > low) & (covariance < high))}
-    clip_cov = AlgorithmConfig(policy_loss={"name": "clip_cov", "fraction": 0.2, "cov_low": low, "cov_high": high})
-    draws = []
-    for seed in range(12):
-        found = with_selection(samples, clip_cov, seed=seed)
-        draws.append(frozenset((n, t) for n, s in enumerate(found) for t in np.flatnonzero(s.selected).tolist()))
-        assert len(draws[-1]) == int(0.2 * len(values))
-        assert draws[-1] <= {(n, int(t)) for n, t in inside}
-    assert len(set(draws)) > 1
-    assert with_selection(samples, AlgorithmConfig(policy_loss="gspo"), seed=0) == samples
-
-
-def test_rows_are_padded_behind_their_end():
-    assert padded([torch.tensor([1.0, 2.0]), torch.tensor([3.0])]).tolist() == [[1.0, 2.0], [3.0, 0.0]]
-    assert padded([torch.tensor([True]), torch.tensor([True, True])]).tolist() == [[True, False], [True, True]]
 
 
 def test_every_array_is_of_its_own_sample(make_group):

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from shardwise.config import DataError, Gdpo, Gigpo, ModelError, RLConfig
 from shardwise.data import PromptStream
-from shardwise.recipes.advantages import with_overlong_penalty
+from shardwise.recipes.overlong import with_overlong_penalty
 from shardwise.recipes.sampling.rollouter import Rollouter
 from shardwise.recipes.sampling.sampled_tokens import num_spanned
 from shardwise.recipes.sampling.samples import reward_columns, to_samples
