@@ -21,7 +21,7 @@ from shardwise.recipes.sampling.rollouter import Rollouter
 from shardwise.recipes.sampling.sampled_tokens import with_spans
 from shardwise.recipes.sampling.sampler import Sampler
 from shardwise.recipes.sampling.samples import reward_metrics, rollout_metrics
-from shardwise.recipes.sync import WeightSync
+from shardwise.recipes.weight_sync import WeightSync
 from shardwise.rewards import make_rewards
 from shardwise.types import Completion, GenerateRequest
 

@@ -27,7 +27,7 @@ from shardwise.data.packing import unpack
 from shardwise.engine import TrainEngine
 from shardwise.engine.adapters import attach_adapter
 from shardwise.families import PROVEN
-from shardwise.recipes.sync import KnownPrompt, compare_logprobs
+from shardwise.recipes.weight_sync import KnownPrompt, compare_logprobs
 from shardwise.rollout import VllmEngine
 from shardwise.transfer import WeightSyncError, sync_local
 from shardwise.types import GenerateRequest

@@ -26,7 +26,7 @@ from shardwise.ops import ModuleTrace, Place
 from shardwise.recipes.checkpointing.checkpoints import reading
 from shardwise.recipes.opened_model import OpenedModel, open_model
 from shardwise.recipes.rank.rollout_engines import build_rollout
-from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
+from shardwise.recipes.weight_sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.rollout import RolloutEngine
 from shardwise.types import GenerateRequest, Sample
 

@@ -32,7 +32,7 @@ from shardwise.recipes.sampling.sampled_tokens import TokenAccount
 from shardwise.recipes.sampling.sampler import Sampler
 from shardwise.recipes.sampling.samples import reward_metrics, rollout_metrics, sample_rows, staleness_metrics
 from shardwise.recipes.sampling.sync_gate import SyncGate
-from shardwise.recipes.sync import WeightSync
+from shardwise.recipes.weight_sync import WeightSync
 from shardwise.rewards import make_rewards
 from shardwise.types import Example, Metrics, MetricValue, RolloutGroup
 

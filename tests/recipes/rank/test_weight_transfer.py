@@ -12,7 +12,7 @@ from small_workers import REQUESTS, build, engine_of, largest_difference, roll_o
 
 from shardwise.checksum import checksums
 from shardwise.data import pack, unpack
-from shardwise.recipes.sync import MEAN_DIFFERENCE_BOUNDS
+from shardwise.recipes.weight_sync import MEAN_DIFFERENCE_BOUNDS
 from shardwise.region import Region
 from shardwise.rollout import VllmEngine
 

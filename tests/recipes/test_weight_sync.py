@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.recipes.placement import Ranks
-from shardwise.recipes.sync import (
+from shardwise.recipes.weight_sync import (
     LONGEST_SEEN,
     KnownPrompt,
     WeightSync,
