@@ -136,7 +136,7 @@ def _rank_command(arguments: list[str]) -> list[str]:
 def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
     if not _is_rank():
         with interruptible_imports():
-            from shardwise.recipes.preflight import default_num_ranks
+            from shardwise.recipes.quickstart import default_num_ranks
         nproc = options.nproc or default_num_ranks()
         if nproc > 1:
             return launch(

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -82,7 +81,7 @@ def check_inputs(config: RecipeConfig) -> None:
         if folder is not None and key == "model" and isinstance(config, RLConfig) and config.rollout.router_replay:
             require_routers(folder)
     if isinstance(config, EvalConfig):
-        _require_no_run(Path(config.eval.output_dir))
+        _require_folder_of_its_own(Path(config.eval.output_dir))
     else:
         if torchrun_restarts_allowed():
             _require_restartable(config.trainer)
@@ -152,7 +151,7 @@ def _parts(config: object, kind: type[T], key: str = "") -> Iterator[tuple[str, 
             yield from _parts(one, kind, f"{key}.{number}")
 
 
-def _require_no_run(output_dir: Path) -> None:
+def _require_folder_of_its_own(output_dir: Path) -> None:
     """Raises ConfigError: the folder is a training run's, whose samples and config an evaluation would move aside."""
     if (output_dir / METRICS).exists() or (output_dir / CHECKPOINTS).exists():
         raise ConfigError(
@@ -198,8 +197,3 @@ def _check_model(key: str, model: ModelConfig) -> Path | None:
     except ModelError as error:
         raise ModelError(f"{key}.path: {error}") from None
     return folder
-
-
-def default_num_ranks() -> int:
-    """Returns 2, since two ranks show more than one; on a machine with a single accelerator 1."""
-    return min(2, torch.accelerator.device_count()) if torch.accelerator.is_available() else 2

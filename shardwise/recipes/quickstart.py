@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+import torch
+
 from shardwise.config import EvalConfig, RLConfig, SFTConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import ProblemFiles, arithmetic_problems, build_model_folder, train_tokenizer
@@ -17,6 +19,11 @@ NUM_HELD_OUT = 512
 SFT_STEPS = 130
 RL_STEPS = 90
 MAX_RESPONSE_TOKENS = 16
+
+
+def default_num_ranks() -> int:
+    """Returns 2, since two ranks show more than one; on a machine with a single accelerator 1."""
+    return min(2, torch.accelerator.device_count()) if torch.accelerator.is_available() else 2
 
 
 def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:

@@ -108,7 +108,7 @@ def write_latest(run: Path, step: int) -> None:
     os.replace(partial, path)
 
 
-def _require_no_run(folder: Path) -> None:
+def _refuse_runs_without_weights(folder: Path) -> None:
     """Raises ModelError: the folder is that of a run, lies in it or holds runs, and has no weights itself."""
     if (folder / "config.json").is_file():
         return
@@ -133,7 +133,7 @@ def latest_hf_folder(path: str) -> str:
     """
     checkpoint = latest_checkpoint(path)
     if checkpoint is None:
-        _require_no_run(Path(path))
+        _refuse_runs_without_weights(Path(path))
         return path
     if checkpoint.hf is None:
         raise ModelError(

@@ -26,8 +26,8 @@ Agent = Callable[[Example, Endpoint], Any]
 
 
 @dataclass(slots=True)
-class _Game:
-    """An episode that is being played."""
+class _Session:
+    """An agent's episode that is being played, and what the endpoint knows of it."""
 
     row: Example
     conversation: Conversation
@@ -72,7 +72,7 @@ class Agents:
         self._version, self._has_sampled = 0, False
         self._has_refused_keys = False
         self._changed = threading.Condition()
-        self._games: dict[str, _Game] = {}
+        self._sessions: dict[str, _Session] = {}
         self._runner = AgentRunner()
         self._server = HttpServer(self._answer, is_known=self._is_known)
 
@@ -93,32 +93,32 @@ class Agents:
             TrainingError: no agent has ever got as far as a turn.
         """
         groups = [self._begin(example, request) for example, request in zip(examples, requests, strict=True)]
-        games = [game for group in groups for game in group]
+        sessions = [session for group in groups for session in group]
         with self._changed:
-            self._games = {game.key: game for game in games}
+            self._sessions = {session.key: session for session in sessions}
         try:
-            while batch := self._next_batch(games):
+            while batch := self._next_batch(sessions):
                 self._take_turns(batch)
         finally:
             with self._changed:
-                self._games = {}
-                for game in games:
-                    self._end(game, Answer(failure="the run ended"))
-        self._note_version(games)
-        return [[_episode(game, self._version) for game in group] for group in groups]
+                self._sessions = {}
+                for session in sessions:
+                    self._end(session, Answer(failure="the run ended"))
+        self._note_version(sessions)
+        return [[_episode(session, self._version) for session in group] for group in groups]
 
-    def _note_version(self, games: Sequence[_Game]) -> None:
+    def _note_version(self, sessions: Sequence[_Session]) -> None:
         """Updates the policy's version, for completions of agents that failed before the first turn. Raises
         TrainingError: no agent has ever got as far as a turn."""
-        sampled = [game.conversation.completion for game in games if game.conversation.num_turns > 0]
+        sampled = [session.conversation.completion for session in sessions if session.conversation.num_turns > 0]
         self._version = max((completion.newest_version for completion in sampled), default=self._version)
         self._has_sampled |= bool(sampled)
         if not self._has_sampled:
-            outcome = games[0].outcome
+            outcome = sessions[0].outcome
             assert outcome is not None
             raise TrainingError(
-                f"none of {len(games)} agents asked the policy for a turn; the first, for row {games[0].row.uid}: "
-                f"{outcome.failure}. {self._advice()}"
+                f"none of {len(sessions)} agents asked the policy for a turn; the first, for row "
+                f"{sessions[0].row.uid}: {outcome.failure}. {self._advice()}"
             )
 
     def _advice(self) -> str:
@@ -126,77 +126,79 @@ class Agents:
             return "The endpoint refused requests without the key of their episode; give the client endpoint.api_key"
         return f"Fix the agent, rollout.environment.path={self._config.path}"
 
-    def _begin(self, example: Example, request: GenerateRequest) -> list[_Game]:
+    def _begin(self, example: Example, request: GenerateRequest) -> list[_Session]:
         conversation = partial(Conversation, self._tokenizer, limits=self._limits, call_format=self._config.call_format)
-        return [_Game(example, conversation(one)) for one in request.one_by_one()]
+        return [_Session(example, conversation(one)) for one in request.one_by_one()]
 
-    def _next_batch(self, games: Sequence[_Game]) -> list[_Game]:
-        """Returns the games whose agents wait for a turn, as soon as it is time to generate; none if all have ended."""
+    def _next_batch(self, sessions: Sequence[_Session]) -> list[_Session]:
+        """Returns the sessions whose agents wait for a turn, as soon as it is time to generate; none if all ended."""
         with self._changed:
             while True:
                 now = time.monotonic()
-                self._end_late(games, now)
-                self._start(games, now)
-                running = [game for game in games if game.runs]
-                waiting = [game for game in running if game.waiting is not None]
-                first = min((game.since for game in waiting), default=now)
+                self._end_late(sessions, now)
+                self._start(sessions, now)
+                running = [session for session in sessions if session.runs]
+                waiting = [session for session in running if session.waiting is not None]
+                first = min((session.since for session in waiting), default=now)
                 if len(waiting) == len(running) or now >= first + self._config.max_wait_seconds:
                     return waiting
                 self._changed.wait(self._seconds_to_wait(running, now))
 
-    def _seconds_to_wait(self, running: Sequence[_Game], now: float) -> float:
+    def _seconds_to_wait(self, running: Sequence[_Session], now: float) -> float:
         """Returns the seconds until something has to be done even if nothing changes."""
         limits = {True: self._config.max_wait_seconds, False: self._config.timeout_seconds}
-        return max(0.0, min(game.since + limits[game.waiting is not None] for game in running) - now)
+        return max(0.0, min(session.since + limits[session.waiting is not None] for session in running) - now)
 
-    def _end_late(self, games: Sequence[_Game], now: float) -> None:
+    def _end_late(self, sessions: Sequence[_Session], now: float) -> None:
         seconds = self._config.timeout_seconds
-        for game in games:
-            if game.runs and game.waiting is None and now >= game.since + seconds:
+        for session in sessions:
+            if session.runs and session.waiting is None and now >= session.since + seconds:
                 what = f"no request and no end within {seconds:g} s (rollout.environment.timeout_seconds)"
-                self._end(game, Answer(failure=f"the agent made {what}"))
+                self._end(session, Answer(failure=f"the agent made {what}"))
 
-    def _start(self, games: Sequence[_Game], now: float) -> None:
-        num_free = self._config.max_concurrent_calls - sum(game.runs for game in games)
-        for game in [game for game in games if game.cancel is None and game.outcome is None][:num_free]:
+    def _start(self, sessions: Sequence[_Session], now: float) -> None:
+        num_free = self._config.max_concurrent_calls - sum(session.runs for session in sessions)
+        for session in [session for session in sessions if session.cancel is None and session.outcome is None][
+            :num_free
+        ]:
             endpoint = Endpoint(
-                base_url=f"http://{HOST}:{self._server.port}/v1", api_key=game.key, model=chat_format.MODEL
+                base_url=f"http://{HOST}:{self._server.port}/v1", api_key=session.key, model=chat_format.MODEL
             )
-            game.since = now
-            game.cancel = self._runner.start(
-                partial(self._agent, deepcopy(game.row), endpoint), partial(self._done, game)
+            session.since = now
+            session.cancel = self._runner.start(
+                partial(self._agent, deepcopy(session.row), endpoint), partial(self._done, session)
             )
 
-    def _take_turns(self, batch: Sequence[_Game]) -> None:
-        requests = [game.waiting for game in batch]
+    def _take_turns(self, batch: Sequence[_Session]) -> None:
+        requests = [session.waiting for session in batch]
         turns = self._generate([request for request in requests if request is not None])
         with self._changed:
-            for game, (turn,) in zip(batch, turns, strict=True):
-                if game.outcome is None:  # its agent did not go away meanwhile
-                    game.waiting, game.since = None, time.monotonic()
-                    game.conversation.take(turn)
+            for session, (turn,) in zip(batch, turns, strict=True):
+                if session.outcome is None:  # its agent did not go away meanwhile
+                    session.waiting, session.since = None, time.monotonic()
+                    session.conversation.take(turn)
 
-    def _done(self, game: _Game, returned: Any) -> None:
-        """Ends the game; called from the agent's thread."""
+    def _done(self, session: _Session, returned: Any) -> None:
+        """Ends the session; called from the agent's thread."""
         with self._changed:
-            self._end(game, _outcome(game, returned))
+            self._end(session, _outcome(session, returned))
 
-    def _end(self, game: _Game, outcome: Answer) -> None:
-        """Ends the game with an outcome, unless it has ended already."""
-        if game.outcome is not None:
+    def _end(self, session: _Session, outcome: Answer) -> None:
+        """Ends the session with an outcome, unless it has ended already."""
+        if session.outcome is not None:
             return
-        game.outcome = outcome
-        self._games.pop(game.key, None)
-        game.conversation.close("the episode is over")
-        if game.cancel is not None:
-            game.cancel()
+        session.outcome = outcome
+        self._sessions.pop(session.key, None)
+        session.conversation.close("the episode is over")
+        if session.cancel is not None:
+            session.cancel()
         self._changed.notify_all()
 
     def _is_known(self, key: str) -> bool:
-        """Returns whether a game has this key; called from the server's thread."""
+        """Returns whether a session has this key; called from the server's thread."""
         with self._changed:
-            self._has_refused_keys |= key not in self._games
-            return key in self._games
+            self._has_refused_keys |= key not in self._sessions
+            return key in self._sessions
 
     async def _answer(self, request: HttpRequest) -> dict[str, Any] | Events:
         """Answers an HTTP request; called from the server's thread."""
@@ -214,12 +216,12 @@ class Agents:
     async def _complete(self, request: HttpRequest) -> dict[str, Any] | Events:
         chat = chat_format.read_request(request.body)
         with self._changed:
-            game = self._games.get(request.token)
-            if game is None:
+            session = self._sessions.get(request.token)
+            if session is None:
                 raise ApiError(503, "the episode is over", code="episode_over")
-            asked = game.conversation.ask(chat)
-            if not asked.answer.done() and game.waiting is None:
-                game.waiting, game.since = asked.request, time.monotonic()
+            asked = session.conversation.ask(chat)
+            if not asked.answer.done() and session.waiting is None:
+                session.waiting, session.since = asked.request, time.monotonic()
                 self._changed.notify_all()
         # Shielded: a client that goes away does not take the turn with it, and may ask for it again.
         answer = await asyncio.shield(asyncio.wrap_future(asked.answer))
@@ -229,26 +231,26 @@ class Agents:
         return chat_format.completion_events(answer, logprobs=bool(chat.logprobs), usage=usage)
 
 
-def _outcome(game: _Game, returned: Any) -> Answer:
+def _outcome(session: _Session, returned: Any) -> Answer:
     """Returns the outcome of an episode whose agent has ended."""
     if isinstance(returned, BaseException):
-        return Answer(failure=f"the agent failed: {describe_error(returned)}{_after_refusal(game)}")
-    if game.conversation.num_turns == 0:
+        return Answer(failure=f"the agent failed: {describe_error(returned)}{_after_refusal(session)}")
+    if session.conversation.num_turns == 0:
         return Answer(failure="the agent returned without having asked the policy for a turn")
     answer = Answer(**read_score(returned))
     return answer if answer.failure is None else Answer(failure=f"the agent {answer.failure}")
 
 
-def _after_refusal(game: _Game) -> str:
+def _after_refusal(session: _Session) -> str:
     """Says what an agent that failed at a limit should do instead; "" if it met none."""
-    if game.conversation.refusal is None:
+    if session.conversation.refusal is None:
         return ""
     return (
-        f"; the endpoint had refused a further turn ({game.conversation.refusal}), which an agent may catch to return "
-        "what it has earned so far"
+        f"; the endpoint had refused a further turn ({session.conversation.refusal}), which an agent may catch to "
+        "return what it has earned so far"
     )
 
 
-def _episode(game: _Game, version: int) -> Episode:
-    assert game.outcome is not None
-    return game.conversation.episode(game.row, game.outcome, version=version)
+def _episode(session: _Session, version: int) -> Episode:
+    assert session.outcome is not None
+    return session.conversation.episode(session.row, session.outcome, version=version)
