@@ -1,6 +1,7 @@
-"""What a run says on standard error while it goes on, and how things are counted in words."""
+"""What a run says on standard error while it goes on, and how things are counted and listed in words."""
 
 import sys
+from collections.abc import Sequence
 
 
 def tell(text: str) -> None:
@@ -17,3 +18,8 @@ def counted(number: int, noun: str) -> str:
     """Returns a number with its noun: "1 rank", "2 ranks", "3 micro-batches"."""
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural}"
+
+
+def listed(names: Sequence[str], *, most: int = 3) -> str:
+    """Returns the first names, and how many others there are: "a, b, c and 2 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

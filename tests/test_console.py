@@ -1,6 +1,6 @@
 import io
 
-from shardwise.console import counted, tell, warn
+from shardwise.console import counted, listed, tell, warn
 
 
 def test_what_is_told_is_on_standard_error_at_once(monkeypatch):
@@ -15,3 +15,8 @@ def test_what_is_told_is_on_standard_error_at_once(monkeypatch):
 def test_things_are_counted_in_words():
     assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
     assert counted(3, "micro-batch") == "3 micro-batches"
+
+
+def test_the_first_of_many_are_listed():
+    assert [listed(["a", "b", "c", "d", "e"][:n]) for n in (1, 3, 5)] == ["a", "a, b, c", "a, b, c and 2 more"]
+    assert listed(["a", "b", "c"], most=2) == "a, b and 1 more"

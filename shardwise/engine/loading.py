@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
+from shardwise.console import listed
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.conversions import ImportBlock, export_blocks, import_blocks
 from shardwise.engine.heads import LANGUAGE_MODEL_PROJECTIONS, value_projection_name
@@ -165,7 +166,7 @@ class _Misfits:
             f"not stored as {LOADABLE_NAMES}": self.wrong_dtype,
             "not part of the model": self.extra,
         }
-        problems = "; ".join(_listed(label, names) for label, names in labels.items() if names)
+        problems = "; ".join(_problem(label, names) for label, names in labels.items() if names)
         if problems:
             remedy = "the config.json that was saved with these weights"
             if self.wrong_dtype:
@@ -175,9 +176,8 @@ class _Misfits:
             )
 
 
-def _listed(label: str, names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {label} ({shown})"
+def _problem(label: str, names: list[str]) -> str:
+    return f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {label} ({listed(names)})"
 
 
 def checked_blocks(

@@ -15,7 +15,7 @@ from shardwise.config import (
     RewardConfig,
     RewardError,
 )
-from shardwise.console import warn
+from shardwise.console import listed, warn
 from shardwise.rewards.base import Answer, RewardJob, RewardResult, Scorer
 from shardwise.rewards.judge import Judge
 from shardwise.rewards.parts import combine
@@ -331,4 +331,4 @@ def _who_and_remedy(
 def _rows(jobs: Sequence[RewardJob]) -> str:
     """Names the jobs' rows, as many as a message can hold."""
     uids = list(dict.fromkeys(job.uid for job in jobs))
-    return ", ".join(uids[:4]) + (f" and {len(uids) - 4} more" if len(uids) > 4 else "")
+    return listed(uids, most=4)

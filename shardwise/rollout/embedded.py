@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError
+from shardwise.console import listed
 from shardwise.families import (
     UNREGISTERED_ATTENTION,
     attention_of,
@@ -135,11 +136,10 @@ class EmbeddedEngine:
         if not allow_unproven and (reason := unproven_reason(families, ["embedded"], "rollout.engine.allow_unproven")):
             raise ConfigError(f"{folder}: {reason}")
         if missing:
-            shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
             raise ModelError(
-                f"{folder} does not fit its config.json: {count} missing ({shown}). Take the config.json that was "
-                "saved with these weights"
+                f"{folder} does not fit its config.json: {count} missing ({listed(missing)}). Take the config.json "
+                "that was saved with these weights"
             )
         avoid_unaligned(model, dtype)
         adapter = None if attach_adapter is None else attach_adapter(model)

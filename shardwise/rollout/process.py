@@ -17,7 +17,7 @@ import torch
 
 from shardwise.codec import decode, encode
 from shardwise.config import ConfigError, DataError, EngineProcessConfig, ModelError, TrainingError
-from shardwise.console import tell, warn
+from shardwise.console import listed, tell, warn
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import Phase, fault_point
 from shardwise.processes import LastLines, end_group, how_it_ended, variables_of_its_own
@@ -30,7 +30,6 @@ _PROBE_SECONDS = 1.0
 _GLANCE_SECONDS = 0.05
 """How often `is_interrupted` is asked during a call."""
 _END_SECONDS = 10.0
-_NUM_SHOWN_UIDS = 3
 _ERRORS = {error.__name__: error for error in (ConfigError, DataError, ModelError, TrainingError)}
 """Errors of an engine that are raised again as they are on this side, by name."""
 _PHASES: dict[str, Phase] = {"generate": "serve", "load": "load"}
@@ -193,7 +192,7 @@ class EngineProcess:
                 raise self._lost() from None
             now = time.monotonic()
             if message is None:
-                what = _shown(unfinished.values()) if unfinished else f"`{method}`"
+                what = f"uid {listed(list(unfinished.values()))}" if unfinished else f"`{method}`"
                 if now - since >= seconds:
                     self._end(f"was ended: after {now - since:.0f} s it was not done with {what}")
                     raise RequestsLost(str(self._lost()))
@@ -331,10 +330,3 @@ def environment_of(device: torch.device, *, num_devices: int = 1) -> dict[str, s
     elif device.type != "cpu":
         raise ConfigError(f"rollout.engine.process: works on CUDA and CPU devices, not on {device.type}; remove it")
     return variables
-
-
-def _shown(uids: Iterable[str]) -> str:
-    uids = list(uids)
-    shown = ", ".join(uids[:_NUM_SHOWN_UIDS])
-    more = len(uids) - _NUM_SHOWN_UIDS
-    return f"uid {shown}" + (f" and {more} more" if more > 0 else "")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardwise.config import ModelError
+from shardwise.console import listed
 from shardwise.engine.foreign.pickles import Record, attributes_of
 from shardwise.engine.foreign.tensors import Piece, ShardedTensor, ShardedTensors
 from shardwise.engine.foreign.torch_file import StoredTensor, TorchFile
@@ -180,8 +181,9 @@ def _rank_files(folder: Path, part: str) -> list[Path]:
         )
     files = [folder / f"{part}_world_size_{sizes[0]}_rank_{rank}.pt" for rank in range(sizes[0])]
     if missing := [file.name for file in files if not file.is_file()]:
-        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise ModelError(f"{folder} lacks {shown}; every rank writes a file, on its own node: copy all of them")
+        raise ModelError(
+            f"{folder} lacks {listed(missing)}; every rank writes a file, on its own node: copy all of them"
+        )
     return files
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import xxhash
 
 from shardwise.config import ConfigError, RecipeConfig
+from shardwise.console import listed
 from shardwise.controller.process_group import Rank
 from shardwise.recipes.checkpointing.fingerprints import model_fingerprints
 
 _PACKAGE = Path(__file__).parents[2]
-_NUM_SHOWN = 3
 
 Identity = dict[str, Any]
 """Name in errors -> value: `{"the code of shardwise": "5d41...", "trainer.seed": 0, "the files of model.path":
@@ -56,10 +56,9 @@ def _difference(rank: Rank, identity: Identity, host: str, expected: Identity) -
     different = [name for name in own if name in expected and own[name] != expected[name]]
     if not different:
         return ""
-    shown = ", ".join(_shown(name, own[name], expected[name]) for name in different[:_NUM_SHOWN])
-    more = f" and {len(different) - _NUM_SHOWN} more" if len(different) > _NUM_SHOWN else ""
+    shown = listed([_shown(name, own[name], expected[name]) for name in different])
     return (
-        f"rank {rank.rank} on {socket.gethostname()} differs from rank 0 on {host} in {shown}{more}; start the same "
+        f"rank {rank.rank} on {socket.gethostname()} differs from rank 0 on {host} in {shown}; start the same "
         "command with the same code, packages and model folders on every host"
     )
 
