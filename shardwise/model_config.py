@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
-from shardwise.config import ModelError, UserError
+from shardwise.config import ModelError, UserError, in_one_line
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 _MOST_QUOTED = 300
@@ -149,5 +149,5 @@ def _reason(error: Exception, folder: Path) -> str:
 
 def _quoted(error: object) -> str:
     """Returns the beginning of the error's text, in one line."""
-    text = " ".join(str(error).split())
+    text = in_one_line(error)
     return text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}..."

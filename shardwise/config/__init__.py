@@ -46,6 +46,7 @@ from shardwise.config.errors import (
     UserError,
     as_user_error,
     error_text,
+    in_one_line,
 )
 from shardwise.config.kl import AdaptiveKl, KlController
 from shardwise.config.placement import Colocated, Split

@@ -76,6 +76,11 @@ def error_text(error: BaseException) -> str:
         return f"(its __str__ raised {type(trouble).__name__})"
 
 
+def in_one_line(message: object) -> str:
+    """Returns the message of an exception without line breaks, for a message of ours that quotes it."""
+    return " ".join(str(message).split())
+
+
 def as_user_error(error: BaseException) -> BaseException:
     """Returns the error; as a ConfigError if the operating system refuses a path for a reason that the user can fix."""
     if not isinstance(error, OSError) or error.filename is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from shardwise.config.errors import ConfigError
+from shardwise.config.errors import ConfigError, in_one_line
 
 _MOST_LEVELS = 100
 _TOO_DEEP = f"it is nested more than {_MOST_LEVELS} levels deep"
@@ -110,7 +110,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = value_of(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not valid YAML: {in_one_line(error)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

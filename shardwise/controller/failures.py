@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from shardwise.config import EngineLostError, JudgeLostError, PeerLostError, UserError, as_user_error
+from shardwise.config import EngineLostError, JudgeLostError, PeerLostError, UserError, as_user_error, in_one_line
 from shardwise.controller.base import RankSilentError, RankStalledError
 from shardwise.controller.exit_codes import FAILURE, USER_ERROR, code_of_signal
 from shardwise.controller.memory import MemoryHistory
@@ -183,7 +183,7 @@ def explain(
         if rank not in heard and rank not in codes and rank not in idle
     ]
     if first.is_lost_peer and silent:
-        reason = " ".join(first.message.split())
+        reason = in_one_line(first.message)
         return Failure(f"rank {', '.join(silent)}: rank {first.rank} waited in vain ({reason})")
     place = inside(places.get(first.rank, ""))
     if first.is_stalled:

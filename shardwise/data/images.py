@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from shardwise.config import DataError, ModelError
+from shardwise.config import DataError, ModelError, in_one_line
 from shardwise.data.image_processors import ImageProcessor, image_processor_for, read_keys
 from shardwise.data.sources import describe_type, preview
 from shardwise.families import Tower, tower_of
@@ -78,7 +78,7 @@ class ImageReader:
             found = AutoImageProcessor.from_pretrained(folder, backend="pil")
         except (ImportError, ValueError, OSError) as error:
             raise ModelError(
-                f"{path}: the image processor cannot be loaded ({' '.join(str(error).split())[:300]}); it needs the "
+                f"{path}: the image processor cannot be loaded ({in_one_line(error)[:300]}); it needs the "
                 "package pillow (pip install pillow)"
             ) from None
         try:

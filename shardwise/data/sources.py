@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import DataError, HeldOutData
+from shardwise.config import DataError, HeldOutData, in_one_line
 from shardwise.data.reasoning_gym import check_task, task_rows
 
 _ACCEPTED = (
@@ -292,7 +292,7 @@ def _read_parquet(path: Path) -> Iterator[list[dict[str, Any]]]:
             for batch in file.iter_batches(batch_size=_READ_ROWS):
                 yield batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None
+        raise DataError(f"{path} cannot be read as parquet: {in_one_line(error)}") from None
 
 
 def _read_dataset_folder(path: Path) -> Iterator[list[dict[str, Any]]]:
@@ -304,7 +304,7 @@ def _read_dataset_folder(path: Path) -> Iterator[list[dict[str, Any]]]:
         for table in dataset.with_format("arrow").iter(batch_size=_READ_ROWS):
             yield table.to_pylist()
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} cannot be read as a datasets folder: {' '.join(str(error).split())}") from None
+        raise DataError(f"{path} cannot be read as a datasets folder: {in_one_line(error)}") from None
 
 
 def _remedy_of_missing(path: Path) -> str:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.config import ModelConfig, ModelError
+from shardwise.config import ModelConfig, ModelError, in_one_line
 from shardwise.data.image_processors import read_keys
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerBase":
     except Exception as error:  # transformers and tokenizers raise all kinds here, a bare Exception among them
         _require_readable(Path(path) / "config.json")
         raise ModelError(
-            f"no tokenizer can be loaded from {path} ({' '.join(str(error).split())[:300]}); "
+            f"no tokenizer can be loaded from {path} ({in_one_line(error)[:300]}); "
             "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
         ) from error
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):  # what transformers builds from a config.json alone

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from shardwise.checksum import checksums
-from shardwise.config import ConfigError, ModelError
+from shardwise.config import ConfigError, ModelError, in_one_line
 from shardwise.console import listed
 from shardwise.families import (
     UNREGISTERED_ATTENTION,
@@ -301,6 +301,6 @@ def _load_model(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list
         elif error.args == (CACHED_ATTENTION,):  # some families look the name up in their own table
             reason = f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}"
         else:
-            reason = f"{folder} cannot be loaded for generation: {' '.join(str(error).split())}"
+            reason = f"{folder} cannot be loaded for generation: {in_one_line(error)}"
         raise ModelError(reason) from None
     return model, sorted(report["missing_keys"])

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from shardwise.config import ModelError
+from shardwise.config import ModelError, in_one_line
 from shardwise.families import language_model_class
 from shardwise.model_config import read_model_config, require_generates
 
@@ -32,7 +32,7 @@ def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     except Exception as error:  # whatever a value in config.json leads to
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        said = f"{type(error).__name__}: {in_one_line(error)}"
         raise ModelError(f"{folder} cannot be loaded for generation: {said}") from None
     return model
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.checksum import checksum
-from shardwise.config import ConfigError, TrainingError
+from shardwise.config import ConfigError, TrainingError, in_one_line
 from shardwise.processes import die_with
 from shardwise.scratch import scratch_folder
 
@@ -296,4 +296,4 @@ def _lora_config(skeleton: PreTrainedModel) -> Any:
 
 def said(error: BaseException) -> str:
     """Returns what an exception says, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {in_one_line(error)}"

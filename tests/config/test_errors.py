@@ -9,6 +9,7 @@ from shardwise.config import (
     UserError,
     as_user_error,
     error_text,
+    in_one_line,
 )
 
 
@@ -44,3 +45,7 @@ def test_what_the_system_says_of_a_path_is_the_users_to_mend_and_other_errors_st
     assert as_user_error(absent.value) is absent.value
     nameless = PermissionError(1, "Operation not permitted")  # of a call that takes no path
     assert as_user_error(nameless) is nameless
+
+
+def test_what_an_error_says_is_quoted_in_one_line():
+    assert in_one_line(ValueError("  no\n  such\tkey \n")) == "no such key"

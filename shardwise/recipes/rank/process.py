@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.config import ConfigError, RecipeConfig, Split
+from shardwise.config import ConfigError, RecipeConfig, Split, in_one_line
 from shardwise.controller.attempts import restarts_done
 from shardwise.controller.failures import is_lost_peer, note_failure
 from shardwise.controller.launch import is_launched
@@ -166,7 +166,7 @@ def _end(note: Callable[[BaseException], int], error: Exception) -> None:
 
 def _end_hanging(note: Callable[[BaseException], int], error: Exception) -> None:
     """Ends this process, whose main thread is where nothing tells it that another rank is gone."""
-    reason = " ".join(str(error).split())
+    reason = in_one_line(error)
     os._exit(
         note(RankStalledError(f"another rank is gone ({reason}), and it has not noticed for {_NOTICE_SECONDS:.0f} s"))
     )

@@ -13,6 +13,7 @@ from shardwise.config import (
     DataError,
     EnvironmentConfig,
     ToolsEnvironment,
+    in_one_line,
 )
 from shardwise.console import warn
 from shardwise.data.chat import render_prompt
@@ -206,7 +207,7 @@ def _require_function(name: str, tool: Callable[..., Any]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {in_one_line(error)}"
 
 
 def _load_class(config: CustomEnvironment) -> Callable[[], Any]:
