@@ -17,13 +17,12 @@ MODELS = {"model_config"}
 MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"cli", "controller"},
-    "cli": {"command_line", "recipes", "controller", "planner", "observability", "config"},
+    "cli": {"command_line", "recipes", "controller", "observability", "config"},
     "command_line": {"config"},
     "recipes": SHARED
     | TENSORS
     | MODELS
-    | {"planner", "engine", "rollout", "transfer", "controller", "data", "rewards", "algorithms", "ops", "families"},
-    "planner": {"engine", "config", "types"},
+    | {"engine", "rollout", "transfer", "controller", "data", "rewards", "algorithms", "ops", "families"},
     "engine": SHARED | MODELS | {"ops", "families", "uploads"},
     "rollout": SHARED | TENSORS | MODELS | {"ops", "families"},
     "transfer": SHARED | TENSORS | {"ops"},
@@ -191,7 +190,7 @@ def test_checker_names_file_line_and_rule(path, source, expected):
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardwise.data import packing",
         ),
         ("controller/ray.py", "def f():\n    import ray.util"),
-        ("recipes/rl.py", "from shardwise import algorithms, data, engine, ops, planner, rollout"),
+        ("recipes/rl.py", "from shardwise import algorithms, data, engine, ops, rollout"),
         ("config/base.py", "import pathlib, yaml\nfrom pydantic import BaseModel"),
         ("__main__.py", "from shardwise.cli import main"),
     ],
