@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.engine.exchange import send_rows
 from shardwise.engine.shards import RowSharding, local_shard
 
 
@@ -138,8 +138,4 @@ def _rounds(matrices: Sequence[_Matrix], num_ranks: int) -> Iterator[list[_Matri
 
 def _exchange(values: Tensor, sent: list[int], received: list[int], sharding: RowSharding) -> Tensor:
     """Collective. Sends `sent[k]` of the flat values to rank k; returns `received[k]` from each, in order of rank."""
-    if sharding.group is None:
-        return values
-    result = values.new_empty(sum(received))
-    dist.all_to_all_single(result, values, received, sent, group=sharding.group)
-    return result
+    return values if sharding.group is None else send_rows(values, sent, received, sharding.group)
