@@ -24,8 +24,8 @@ import yaml
 
 from benchmarks.harness import RESULTS, report
 from benchmarks.learning_page import results_page
+from benchmarks.preference_problems import PreferenceFiles, preference_problems
 from shardwise.data import ProblemFiles, arithmetic_problems, build_model_folder, train_tokenizer
-from shardwise.data.synthetic import PreferenceFiles, preference_problems
 from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 from shardwise.recipes.quickstart import rl_config, sft_config
 

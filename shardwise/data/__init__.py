@@ -15,14 +15,10 @@ from shardwise.data.preference import (
 from shardwise.data.rows import Loaded, check_prompt_row, check_supervised_row, prompt_examples, supervised_samples
 from shardwise.data.sources import Row, check_files, first_rows, get_column, has_column, read_rows, without_nulls
 from shardwise.data.synthetic import (
-    PreferenceFiles,
     ProblemFiles,
     arithmetic_problems,
     build_model_folder,
-    preference_problems,
     train_tokenizer,
-    worked_addition,
-    wrong_addition,
 )
 from shardwise.data.tokenizer import check_vocabulary, load_tokenizer, longest_token
 from shardwise.data.vision import Vision, WordsAlone

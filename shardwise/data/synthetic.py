@@ -35,18 +35,6 @@ class ProblemFiles:
     rl_validation: Path
 
 
-@dataclass(frozen=True, slots=True)
-class PreferenceFiles:
-    """Where the problems were written with right and wrong answers, in jsonl."""
-
-    pairs_train: Path
-    """Columns prompt, chosen (worked out, right) and rejected (one digit of the result is wrong)."""
-    pairs_validation: Path
-    labelled_train: Path
-    """Columns prompt, response (of every problem either the right or the wrong answer) and label (a boolean)."""
-    labelled_validation: Path
-
-
 def arithmetic_problems(
     folder: str | Path, *, seed: int, num_held_out: int = 1000, worked: bool = False
 ) -> ProblemFiles:
@@ -74,44 +62,12 @@ def arithmetic_problems(
     )
 
 
-def preference_problems(folder: str | Path, *, seed: int, num_held_out: int = 1000) -> PreferenceFiles:
-    """Writes the problems of `arithmetic_problems`, split the same way, as pairs of answers and as labelled answers.
-
-    Args: as in `arithmetic_problems`.
-    Raises:
-        ValueError: num_held_out out of range.
-    """
-    folder = Path(folder)
-    for split, problems in _split(seed, num_held_out).items():
-        _write(folder / f"pairs_{split}.jsonl", (_pair_row(seed, a, b) for a, b in problems))
-        _write(folder / f"labelled_{split}.jsonl", (_labelled_row(seed, a, b) for a, b in problems))
-    return PreferenceFiles(
-        pairs_train=folder / "pairs_train.jsonl",
-        pairs_validation=folder / "pairs_validation.jsonl",
-        labelled_train=folder / "labelled_train.jsonl",
-        labelled_validation=folder / "labelled_validation.jsonl",
-    )
-
-
 def worked_addition(a: int, b: int) -> str:
     """Returns the sum of the ones column as two digits, which shows the carry, then the answer.
 
     Example: `worked_addition(47, 85) == "12 132"`
     """
     return f"{a % 10 + b % 10:02d} {a + b}"
-
-
-def wrong_addition(a: int, b: int, *, seed: int) -> str:
-    """Returns `worked_addition` with one digit of the result replaced: which and by what, seed and problem decide.
-
-    Example: `wrong_addition(47, 85, seed=0) == "12 131"`
-    """
-    steps, result = worked_addition(a, b).split(" ")
-    place, choice, *_ = _digest(seed, a, b, "wrong")
-    place %= len(result)
-    leads = place == 0 and len(result) > 1  # a number does not begin with 0
-    digits = [digit for digit in "0123456789" if digit != result[place] and not (leads and digit == "0")]
-    return f"{steps} {result[:place]}{digits[choice % len(digits)]}{result[place + 1 :]}"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
@@ -201,8 +157,8 @@ def _split(seed: int, num_held_out: int) -> dict[str, list[tuple[int, int]]]:
     return {"validation": pairs[:num_held_out], "train": pairs[num_held_out:]}
 
 
-def _digest(seed: int, a: int, b: int, purpose: str = "") -> bytes:
-    return hashlib.blake2b(f"{seed}:{a}+{b}={purpose}".encode(), digest_size=16).digest()
+def _digest(seed: int, a: int, b: int) -> bytes:
+    return hashlib.blake2b(f"{seed}:{a}+{b}=".encode(), digest_size=16).digest()
 
 
 def _sft_row(a: int, b: int, worked: bool) -> dict[str, Any]:
@@ -216,16 +172,6 @@ def _rl_row(a: int, b: int) -> dict[str, Any]:
         "reward_model": {"style": "rule", "ground_truth": str(a + b)},
         "extra_info": {"a": a, "b": b},
     }
-
-
-def _pair_row(seed: int, a: int, b: int) -> dict[str, Any]:
-    return {"prompt": f"{a}+{b}=", "chosen": worked_addition(a, b), "rejected": wrong_addition(a, b, seed=seed)}
-
-
-def _labelled_row(seed: int, a: int, b: int) -> dict[str, Any]:
-    label = _digest(seed, a, b, "label")[0] % 2 == 0
-    response = worked_addition(a, b) if label else wrong_addition(a, b, seed=seed)
-    return {"prompt": f"{a}+{b}=", "response": response, "label": label}
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

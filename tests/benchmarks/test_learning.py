@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.learning import REINFORCEMENT, VARIANTS, Task, config_of, is_met
 from benchmarks.learning_page import kind_of, results_page, sparkline
+from benchmarks.preference_problems import PreferenceFiles
 from shardwise.config import RECIPES
 from shardwise.data import ProblemFiles
-from shardwise.data.synthetic import PreferenceFiles
 
 TASK = Task(
     folder=Path("f"),

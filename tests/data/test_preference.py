@@ -8,12 +8,12 @@ from PIL import Image
 from pyarrow import parquet
 from vision_folders import vision_folder
 
+from benchmarks.preference_problems import preference_problems
 from shardwise.config import DataError, ModelConfig, PreferenceDataConfig, SupervisedDataConfig
 from shardwise.data import Vision, load_tokenizer, supervised_samples
 from shardwise.data.chat import render_conversation, render_response_sample
 from shardwise.data.packing import pack
 from shardwise.data.preference import labelled_samples, mismatched, preference_pairs
-from shardwise.data.synthetic import preference_problems
 from shardwise.types import Sample
 
 PLAIN = {"apply_chat_template": False}

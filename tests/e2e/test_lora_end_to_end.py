@@ -8,7 +8,7 @@ import torch
 from sharded_lora import needs_integer_shards
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from shardwise.data.synthetic import preference_problems
+from benchmarks.preference_problems import preference_problems
 
 SFT_STEPS, RL_STEPS = 3, 3
 

@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
-from shardwise.data.synthetic import preference_problems
+from benchmarks.preference_problems import preference_problems
 
 LORA = "engine.lora={rank: 3, target_modules: [q_proj], target_parameters: [gate_up_proj, down_proj]}"
 ADAPTED = {

@@ -8,7 +8,7 @@ import torch
 from runs import granite_folder, keep_first_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from shardwise.data.synthetic import preference_problems
+from benchmarks.preference_problems import preference_problems
 
 
 @pytest.fixture(scope="module")
