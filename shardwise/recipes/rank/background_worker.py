@@ -3,18 +3,20 @@
 import threading
 
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
-from shardwise.types import Connections
 
 
-class BackgroundWorker(CheckpointWriter):
-    """Writes what the engines of this rank have staged, and interrupts what its rollout engine samples."""
+class BackgroundWorker:
+    """What the controller commands on every rank alongside its worker, by the names of methods."""
 
-    def __init__(self, rank: int, links: Connections) -> None:
-        """See CheckpointWriter."""
-        super().__init__(rank, links)
-        self.interruption = threading.Event()
-        """Interrupts the worker's `generate` when it is set."""
-
-    def interrupt(self) -> None:
-        """Makes sampling end soon; it stays interrupted until new weights have come."""
-        self.interruption.set()
+    def __init__(self, writer: CheckpointWriter, interruption: threading.Event) -> None:
+        """
+        Args:
+            writer: writes what the worker has staged.
+            interruption: ends the worker's sampling soon once it is set; the worker clears it with new weights.
+        """
+        self.clear = writer.clear
+        self.nonfinite_tensors = writer.nonfinite_tensors
+        self.write = writer.write
+        self.finish = writer.finish
+        self.hash_files = writer.hash_files
+        self.interrupt = interruption.set

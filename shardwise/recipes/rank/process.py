@@ -27,6 +27,7 @@ from shardwise.controller.watchdog import REPORTS, be_watched
 from shardwise.engine import take_device
 from shardwise.fault_plan import VARIABLE as FAULT_PLAN_VARIABLE
 from shardwise.fault_plan import begin_plan
+from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.placement import num_training_ranks
 from shardwise.recipes.rank.background_worker import BackgroundWorker
 from shardwise.recipes.rank.identity import identity_of, require_same_identity
@@ -98,9 +99,10 @@ def run_rank(
             links = connect("background", rank, store, timeout=timedelta(seconds=save_seconds))
             if is_unwatched:
                 stack.enter_context(watching_neighbour(rank, links, store, timeout_seconds=timeout_seconds))
-            beside = BackgroundWorker(rank.rank, links)
+            writer, interruption = CheckpointWriter(rank.rank, links), threading.Event()
             join_medium = _medium_of(rank, split, store, device, run=output_dir, timeout_seconds=timeout_seconds)
-            worker = Worker(device, join_medium=join_medium, writer=beside, interruption=beside.interruption)
+            worker = Worker(device, join_medium=join_medium, writer=writer, interruption=interruption)
+            beside = BackgroundWorker(writer, interruption)
             if rank.rank > 0:
                 _serve(worker, control, beside, links, reactions)
                 return 0

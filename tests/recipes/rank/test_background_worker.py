@@ -2,6 +2,7 @@ import threading
 
 import torch
 
+from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.rank.background_worker import BackgroundWorker
 from shardwise.recipes.rank.worker import Worker
 from shardwise.types import GenerateRequest
@@ -27,8 +28,9 @@ began = threading.Event()
 
 
 def test_it_interrupts_what_the_worker_samples():
-    beside = BackgroundWorker(0, links=None)
-    worker = Worker(torch.device("cpu"), writer=beside, interruption=beside.interruption)
+    writer, interruption = CheckpointWriter(0, links=None), threading.Event()
+    worker = Worker(torch.device("cpu"), writer=writer, interruption=interruption)
+    beside = BackgroundWorker(writer, interruption)
     worker.engines.rollout_engine = Engine()
     found = []
     sampling = threading.Thread(target=lambda: found.append(worker.generate([REQUEST])), daemon=True)
