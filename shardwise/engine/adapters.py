@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from shardwise.config import LoraConfig, ModelError
 from shardwise.durable import fsync_folder
@@ -34,8 +35,6 @@ from shardwise.engine.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.shards import local_box, local_shard
 from shardwise.ops import nonfinite_names
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
 WITHOUT_EFFECT_ON_WEIGHTS = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -60,8 +59,8 @@ _DRAW_THE_ADAPTER_ALONE = (True, False, "gaussian", "orthogonal")
 """Values of init_lora_weights that only say how A and B were drawn, which loading replaces. Other values also change
 the base or the ranks."""
 _QUANTIZE_BASE = "quantize_base"
-"""Key in the metadata of WEIGHTS_NAME: the format of the base that the adapter was trained on, if that was quantized.
-adapter_config.json has no key for it, and peft would warn of one of ours."""
+"""Key in the metadata of adapter_model.safetensors: the format of the base that the adapter was trained on, if that was
+quantized. adapter_config.json has no key for it, and peft would warn of one of ours."""
 _KEYS_OF_OURS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """The keys that may not differ and that engine.lora can set, each with its name there."""
 
@@ -178,7 +177,7 @@ class StagedAdapter:
         if self._generation_config is not None:
             self._generation_config.save_pretrained(folder)
         try:
-            save_file(self._tensors, folder / WEIGHTS_NAME, metadata=self._metadata)
+            save_file(self._tensors, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata=self._metadata)
         except SafetensorError as error:  # its error for a full disk
             raise OSError(str(error)) from None
         fsync_folder(folder)
@@ -197,7 +196,7 @@ class StoredForm:
         """Reads it from the folder. Raises ModelError: there is no adapter, or it is not one of LoRA."""
         stored = stored_config(folder)
         targets = stored.target_modules
-        with closing(SafetensorsReader(folder / WEIGHTS_NAME)) as file:
+        with closing(SafetensorsReader(folder / ADAPTER_SAFE_WEIGHTS_NAME)) as file:
             is_quantized = _QUANTIZE_BASE in file.metadata
         lora = LoraConfig(
             rank=stored.r,
@@ -231,15 +230,15 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, require_finite: bool =
 
 def _load_rows(model: PreTrainedModel, folder: Path, *, require_finite: bool) -> None:
     try:
-        stored_config = json.loads((folder / CONFIG_NAME).read_text())
+        stored_config = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())
         if not isinstance(stored_config, dict):
-            raise ValueError(f"{CONFIG_NAME} is not a JSON object")
+            raise ValueError(f"{ADAPTER_CONFIG_NAME} is not a JSON object")
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} cannot be read as a LoRA adapter: {error}") from None
     _check_config(model, folder, stored_config)
     state = model.state_dict()
     wanted = {in_file: state[name] for name, in_file in adapter_names(model).items()}
-    with closing(SafetensorsReader(folder / WEIGHTS_NAME, require_finite=require_finite)) as file:
+    with closing(SafetensorsReader(folder / ADAPTER_SAFE_WEIGHTS_NAME, require_finite=require_finite)) as file:
         if _QUANTIZE_BASE in file.metadata and not quantized_weights(model):
             raise ModelError(
                 f"{folder}: the adapter was trained on a base in 4 bits, and this one is whole; set "

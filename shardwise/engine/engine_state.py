@@ -87,11 +87,12 @@ class EngineState:
         load_state(self._optimizer, folder, into_empty=not self.has_weights)
         self._initial = None
 
-    def load_weights_alone(self, folder: Path, state: Path) -> None:
+    def load_weights_alone(self, weights: Path, state: Path) -> None:
         """Loads trained weights and numbers; optimizer states begin anew. Frozen weights stay as they are.
 
         Args:
-            folder: has the weights in hf/, rounded to engine.param_dtype, or in adapter/ where adapters are trained.
+            weights: the folder that `export_hf` wrote, rounded to engine.param_dtype, or, where adapters are trained,
+                `export_adapter`.
             state: what `save` wrote, of which only the numbers beside the tensors are read.
         Raises:
             ModelError: on every rank: the weights or the numbers cannot be read, or are of another engine.
@@ -103,10 +104,10 @@ class EngineState:
         if has_adapters(model):
             from shardwise.engine.adapters import load_adapter
 
-            load_adapter(model, folder / "adapter")
+            load_adapter(model, weights)
         else:
             fresh: dict[str, Tensor] | None = None if isinstance(self._model.head, LogprobHead) else {}
-            load_weights(model, folder / "hf", fresh=fresh, only=trained_names(model))
+            load_weights(model, weights, fresh=fresh, only=trained_names(model))
         self._initial = None
         self._optimizer.drop_states()
         self._optimizer.load_numbers(numbers)

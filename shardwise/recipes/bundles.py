@@ -37,6 +37,7 @@ from shardwise.engine.exchange import all_gather_json
 from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec
 from shardwise.engine.state_files import ShardFile, shard_name
 from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+from shardwise.recipes.checkpointing.checkpoints import ADAPTER, WEIGHTS
 from shardwise.recipes.checkpointing.fingerprints import Fingerprints, changed_files, model_fingerprints
 from shardwise.recipes.checkpointing.manifest import hash_share, verify_share, write_manifest
 from shardwise.recipes.checkpointing.publishing import NONFINITE, make_name_durable, unfinished_bundle
@@ -243,9 +244,9 @@ def _write_weights(engine: TrainEngine, source: EngineSource, folder: Path) -> N
     layout = source.layout
     assert isinstance(layout, EngineConfig)
     if layout.lora is not None:
-        engine.export_adapter(folder / "adapter", source.model.path)
+        engine.export_adapter(folder / ADAPTER, source.model.path)
     else:
-        engine.export_hf(folder / "hf", load_tokenizer(source.model), getattr(torch, layout.master_dtype))
+        engine.export_hf(folder / WEIGHTS, load_tokenizer(source.model), getattr(torch, layout.master_dtype))
 
 
 def _tensors(batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
@@ -366,9 +367,9 @@ class Bundle:
         layout = source.layout
         assert isinstance(layout, EngineConfig)
         if layout.lora is None:
-            model = ModelConfig(path=str(self.folder / "hf"))
+            model = ModelConfig(path=str(self.folder / WEIGHTS))
             return source.model_copy(update={"model": model})
-        lora = layout.lora.model_copy(update={"adapter_path": str(self.folder / "adapter")})
+        lora = layout.lora.model_copy(update={"adapter_path": str(self.folder / ADAPTER)})
         return source.model_copy(update={"layout": layout.model_copy(update={"lora": lora})})
 
     def teacher_source(self) -> EngineSource | None:

@@ -4,11 +4,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers.utils import ADAPTER_CONFIG_NAME
+
 from shardwise.config import ConfigError, ModelConfig, ModelError
 from shardwise.console import counted
 from shardwise.controller.base import WorkerGroup
 from shardwise.model_config import read_model_config
-from shardwise.recipes.checkpointing.checkpoints import ADAPTER_CONFIG, latest_checkpoint, reading
+from shardwise.recipes.checkpointing.checkpoints import latest_checkpoint, reading
 from shardwise.recipes.checkpointing.manifest import verify_weights
 from shardwise.recipes.opened_model import OpenedModel, open_model
 
@@ -84,7 +86,7 @@ def _open(source: str) -> _Source:
     if checkpoint is not None and checkpoint.hf is None:
         adapter = checkpoint.adapter
     else:
-        adapter = Path(source) if (Path(source) / ADAPTER_CONFIG).is_file() else None
+        adapter = Path(source) if (Path(source) / ADAPTER_CONFIG_NAME).is_file() else None
     if adapter is None:
         return _Source(open_model(ModelConfig(path=source)), None)
     with reading(adapter):
@@ -95,7 +97,7 @@ def _open(source: str) -> _Source:
 
 def _base_of(adapter: Path) -> str:
     """Returns the base model that an adapter names. Raises ModelError: it names none, or its config is damaged."""
-    path = adapter / ADAPTER_CONFIG
+    path = adapter / ADAPTER_CONFIG_NAME
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -24,7 +24,7 @@ from shardwise.engine.model import build_on_meta
 from shardwise.engine.rewrite_folder import on_meta
 from shardwise.engine.safetensors_file import differences
 from shardwise.model_config import read_model_config
-from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, latest_hf_folder, step_folder
+from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, WEIGHTS, latest_hf_folder, step_folder
 from shardwise.recipes.checkpointing.manifest import write_manifest
 from shardwise.recipes.checkpointing.publishing import new_checkpoint
 from shardwise.recipes.checkpointing.resume import STATE, write_run
@@ -91,13 +91,13 @@ def import_checkpoint(
         step = _step(found.folder, default=states.num_updates)
         finite = ShardedTensors(found.folder, states.tensors).finite_in(torch.float32)
         with _leaving_nothing(Path(target)), new_checkpoint(Path(target), step) as checkpoint:
-            write(checkpoint / "hf")
+            write(checkpoint / WEIGHTS)
             replace(states, tensors=finite.tensors).write(
                 checkpoint / STATE / POLICY, RuntimeWeights(meta, weights.weights)
             )
             write_run(checkpoint, run, step=step, parts=None, files={})
             write_manifest(checkpoint, group.call("hash_files", str(checkpoint)), step=step, all_finite=True)
-        hf = step_folder(Path(target), step) / "hf"
+        hf = step_folder(Path(target), step) / WEIGHTS
         print(
             f"{TITLE}: AdamW after {states.num_updates:,} updates; continue with trainer.resume={hf.parent}", flush=True
         )

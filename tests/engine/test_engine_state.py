@@ -49,17 +49,18 @@ def without_states(folder, out, engine, optimizer):
     """Trains, saves, loses the optimizer's states, trains on; and an engine that begins with what was saved."""
     trained = build(folder, engine, optimizer)
     steps(trained, range(BEFORE))
+    weights = Path(out) / "weights"
     if "lora" in engine:
-        trained.export_adapter(Path(out) / "adapter", folder)
+        trained.export_adapter(weights, folder)
     else:
-        trained.export_hf(Path(out) / "hf", train_tokenizer(["2+3=5"], vocab_size=261))
+        trained.export_hf(weights, train_tokenizer(["2+3=5"], vocab_size=261))
     trained.state.save(Path(out) / "state")
     dist.barrier()
     (Path(out) / "state" / f"rank_{dist.get_rank()}.safetensors").unlink(missing_ok=True)  # a replica has none
     for torch_optimizer in trained._optimizer.optimizers:
         torch_optimizer.state.clear()
     fresh = build(folder, engine, optimizer, with_trained=False)
-    fresh.state.load_weights_alone(Path(out), Path(out) / "state")
+    fresh.state.load_weights_alone(weights, Path(out) / "state")
     rest = range(BEFORE, BEFORE + AFTER)
     return state_of(trained), state_of(fresh), steps(trained, rest), steps(fresh, rest)
 
@@ -70,7 +71,7 @@ FROZEN_IN_FLOAT32 = {
     "freeze_module_prefix": ["model.layers.0.mlp"],
     "module_precision": [{"module": "model.layers.0.mlp", "param_dtype": "float32"}],
 }
-"""In hf/ these weights are rounded to bfloat16, in the model's folder they are not."""
+"""In the export these weights are rounded to bfloat16, in the model's folder they are not."""
 FROM_WEIGHTS = {
     **{kind: (2, "llama", {}, *KINDS[kind]) for kind in ("adamw", "bf16 masters", "muon", "lora", "frozen")},
     "frozen in float32": (2, "llama", {}, FROZEN_IN_FLOAT32, {}),

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Self
 
 from shardwise.config import ModelError
+from shardwise.observability import METRICS
 
 CHECKPOINTS = "checkpoints"
 """Subfolder of a run's output folder."""
 LATEST = "latest"
 """File in CHECKPOINTS that names the newest, for people and scripts. Nothing here reads it: folder names suffice."""
-ADAPTER_CONFIG = "adapter_config.json"
-"""File that marks a folder as one of an adapter."""
 WEIGHTS = "hf"
 """Subfolder of a checkpoint that Hugging Face loads."""
-_ADAPTER = "adapter"
+ADAPTER = "adapter"
 """Subfolder of a checkpoint that peft loads."""
 
 _STEP = re.compile(r"step_(\d+)")
@@ -36,7 +35,7 @@ class Checkpoint:
     @classmethod
     def at(cls, folder: Path) -> Self:
         """Looks at what is in the folder."""
-        hf, adapter = folder / WEIGHTS, folder / _ADAPTER
+        hf, adapter = folder / WEIGHTS, folder / ADAPTER
         return cls(folder, hf if hf.is_dir() else None, adapter if adapter.is_dir() else None)
 
 
@@ -58,7 +57,7 @@ def is_checkpoint(folder: Path) -> bool:
 def checkpoint_of(weights: Path) -> Path | None:
     """Returns the checkpoint of a run that contains this hf/, adapter/, critic/hf/ or the like; None elsewhere."""
     within = weights.resolve()
-    if within.name not in (WEIGHTS, _ADAPTER):
+    if within.name not in (WEIGHTS, ADAPTER):
         return None
     return next((one for one in within.parents if one.parent.name == CHECKPOINTS and is_checkpoint(one)), None)
 
@@ -112,7 +111,7 @@ def _refuse_runs_without_weights(folder: Path) -> None:
     """Raises ModelError: the folder is that of a run, lies in it or holds runs, and has no weights itself."""
     if (folder / "config.json").is_file():
         return
-    if (folder / CHECKPOINTS).is_dir() or (folder / "metrics.jsonl").is_file():
+    if (folder / CHECKPOINTS).is_dir() or (folder / METRICS).is_file():
         raise ModelError(
             f"{folder} is a run that has saved no checkpoint yet; wait for the first (trainer.save_every_steps), or "
             "name another"

@@ -6,13 +6,14 @@ from contextlib import closing
 from pathlib import Path
 
 import xxhash
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from shardwise.config import ConfigError, LoraConfig, ModelConfig, ModelError, TrainingConfig
 from shardwise.config.base import Config
 from shardwise.engine import resolve_folder
 from shardwise.engine.model_folder import PROCESSOR_FILES
 from shardwise.engine.safetensors_file import SafetensorsReader
-from shardwise.recipes.checkpointing.checkpoints import ADAPTER_CONFIG, latest_hf_folder
+from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 
 Fingerprints = dict[str, list[list[str]]]
 """Config key -> [name, xxh3] of every file.
@@ -99,11 +100,11 @@ def require_base_of_adapter(lora: LoraConfig | None, model: ModelConfig, key: st
     """
     if lora is None or lora.adapter_path is None:
         return
-    path = Path(lora.adapter_path) / ADAPTER_CONFIG
+    path = Path(lora.adapter_path) / ADAPTER_CONFIG_NAME
     if not path.is_file():
         raise ConfigError(
-            f"{key}.adapter_path={lora.adapter_path} is no LoRA adapter: it has no {ADAPTER_CONFIG}; give the folder "
-            "that peft's save_pretrained wrote, or adapter/ of a checkpoint"
+            f"{key}.adapter_path={lora.adapter_path} is no LoRA adapter: it has no {ADAPTER_CONFIG_NAME}; give the "
+            "folder that peft's save_pretrained wrote, or adapter/ of a checkpoint"
         )
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))

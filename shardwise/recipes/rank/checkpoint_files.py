@@ -10,6 +10,7 @@ from shardwise.config import DamagedError, EngineConfig, ModelConfig, ModelError
 from shardwise.data import load_tokenizer
 from shardwise.engine import Part, rewrite_folder, written_on_every_rank
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
+from shardwise.recipes.checkpointing.checkpoints import ADAPTER, WEIGHTS
 from shardwise.recipes.checkpointing.manifest import hash_share, verify_share
 from shardwise.recipes.rank.hosted_engines import HostedEngines
 
@@ -39,9 +40,9 @@ class CheckpointFiles:
 
         def save_weights() -> None:
             if lora is None or lora.save_merged:
-                engine.export_hf(Path(folder) / "hf", load_tokenizer(config))
+                engine.export_hf(Path(folder) / WEIGHTS, load_tokenizer(config))
             if lora is not None:
-                engine.export_adapter(Path(folder) / "adapter", config.path)
+                engine.export_adapter(Path(folder) / ADAPTER, config.path)
 
         if state:
             engine.state.save(Path(state), meanwhile=save_weights)
@@ -54,9 +55,9 @@ class CheckpointFiles:
         assert isinstance(hosted.config, EngineConfig), f"{role} is not trained"
         config, lora = ModelConfig.model_validate_json(model), hosted.config.lora
         if lora is None or lora.save_merged:
-            writer.add_export(role, str(Path(subfolder) / "hf"), hosted.engine.stage_export(), config)
+            writer.add_export(role, str(Path(subfolder) / WEIGHTS), hosted.engine.stage_export(), config)
         if lora is not None:
-            writer.add_adapter(role, str(Path(subfolder) / "adapter"), hosted.engine.stage_adapter(config.path))
+            writer.add_adapter(role, str(Path(subfolder) / ADAPTER), hosted.engine.stage_adapter(config.path))
 
     def stage_state(self, role: str, subfolder: str) -> None:
         """Begins to copy an engine's training state to host memory, for the CheckpointWriter."""
@@ -73,9 +74,11 @@ class CheckpointFiles:
         return None
 
     def load_weights_alone(self, role: str, folder: str, state: str) -> None:
-        """See `EngineState.load_weights_alone`."""
-        engine = self._engines.take_device(role, "params", "optimizer").engine
-        engine.state.load_weights_alone(Path(folder), Path(state))
+        """Loads the weights that `save` wrote into `folder`. See `EngineState.load_weights_alone`."""
+        hosted = self._engines.take_device(role, "params", "optimizer")
+        assert isinstance(hosted.config, EngineConfig), f"{role} is not trained"
+        weights = WEIGHTS if hosted.config.lora is None else ADAPTER
+        hosted.engine.state.load_weights_alone(Path(folder) / weights, Path(state))
 
     def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
         """Hashes this rank's share of a checkpoint's files for its manifest. Raises ExportError on every rank if one
