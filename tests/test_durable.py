@@ -1,8 +1,9 @@
+import json
 import os
 
 import pytest
 
-from shardwise.durable import fsync_folder, fsync_path, is_still_at
+from shardwise.durable import fsync_folder, fsync_path, is_still_at, replacing, write_json_atomic
 
 
 @pytest.fixture
@@ -44,3 +45,28 @@ def test_a_file_that_was_moved_removed_or_replaced_is_not_where_it_was_opened(tm
         assert is_still_at(file, path)
         path.unlink()
         assert not is_still_at(file, path)
+
+
+def test_a_file_takes_the_place_of_another_when_it_is_whole_and_on_the_disk(tmp_path, synced):
+    path = tmp_path / "latest"
+    path.write_text("old")
+    (tmp_path / ".latest.tmp").write_text("what a killed process has left")
+    with replacing(path) as file:
+        file.write("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert synced == [str(tmp_path / ".latest.tmp")]
+    with pytest.raises(ZeroDivisionError), replacing(path) as file:
+        file.write(str(1 / 0))
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["latest"]
+
+
+def test_write_json_atomic_replaces_the_whole_file_or_nothing(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json_atomic(path, {"val/accuracy": 0.5, "bad": float("inf")})
+    assert path.read_text() == '{\n  "val/accuracy": 0.5,\n  "bad": null\n}\n'
+    with pytest.raises(TypeError):
+        write_json_atomic(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"val/accuracy": 0.5, "bad": None}
+    assert os.listdir(tmp_path) == ["summary.json"]

@@ -12,8 +12,8 @@ from typing import Any, Self
 import xxhash
 
 from shardwise.config import DamagedError
+from shardwise.durable import to_json, write_json_atomic
 from shardwise.engine.safetensors_file import BLOCK_BYTES
-from shardwise.observability import to_json, write_json_atomic
 
 
 @dataclass(frozen=True, slots=True)

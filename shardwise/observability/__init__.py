@@ -2,5 +2,5 @@
 training."""
 
 from shardwise.observability.progress import Progress, print_table
-from shardwise.observability.sinks import METRICS, LogFile, RunLog, SampleLog, move_aside, to_json, write_json_atomic
+from shardwise.observability.sinks import METRICS, LogFile, RunLog, SampleLog, move_aside
 from shardwise.observability.trace import Spans

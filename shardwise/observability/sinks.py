@@ -3,7 +3,6 @@ same seed can be compared byte by byte."""
 
 import errno
 import json
-import math
 import os
 import socket
 import time
@@ -14,8 +13,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from shardwise.console import warn
-from shardwise.durable import is_still_at
-from shardwise.fault_plan import fault_point
+from shardwise.durable import is_still_at, to_json
 
 METRICS = "metrics.jsonl"
 """The file of metrics in a run's folder."""
@@ -138,25 +136,6 @@ class SampleLog:
 
     def close(self) -> None:
         self._lines.close()
-
-
-def write_json_atomic(path: Path, value: Any) -> None:
-    """Writes a value as indented JSON, so that a reader finds the old file or the whole new one, whenever it looks.
-
-    Raises:
-        OSError: the file cannot be written; the old one is intact.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fault_point("write")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(to_json(value, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fault_point("write")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def move_aside(path: Path) -> Path | None:
@@ -309,21 +288,3 @@ def _step_of(line: bytes) -> int | None:
     except (ValueError, TypeError, KeyError):
         return None
     return step if line.endswith(b"\n") and isinstance(step, int) else None
-
-
-def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Writes a value as JSON, as all files of a run have it: null for NaN and infinities, "?" for half a surrogate
-    pair."""
-    text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
-    return text.encode(errors="replace").decode()
-
-
-def _finite(value: Any) -> Any:
-    """Returns the value with None for NaN and infinities, for which JSON has no words and which many readers refuse."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

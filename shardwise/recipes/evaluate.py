@@ -9,7 +9,8 @@ from typing import Any
 from shardwise.config import EvalConfig, RewardConfig, longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import prompt_examples
-from shardwise.observability import SampleLog, move_aside, print_table, write_json_atomic
+from shardwise.durable import write_json_atomic
+from shardwise.observability import SampleLog, move_aside, print_table
 from shardwise.recipes.checkpointing.checkpoints import reading
 from shardwise.recipes.checkpointing.writer_lock import writer_lock
 from shardwise.recipes.engines import build_rollout_engines

@@ -8,7 +8,8 @@ import torch
 from shardwise.config import EvalConfig, RLConfig, SFTConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import ProblemFiles, arithmetic_problems, build_model_folder, train_tokenizer
-from shardwise.observability import print_table, write_json_atomic
+from shardwise.durable import write_json_atomic
+from shardwise.observability import print_table
 from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 from shardwise.recipes.checkpointing.writer_lock import no_place
 from shardwise.recipes.evaluate import evaluate

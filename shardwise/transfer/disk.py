@@ -25,9 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.config import ConfigError, ExportError
-from shardwise.durable import fsync_path
+from shardwise.durable import fsync_path, write_json_atomic
 from shardwise.memfd import SharedTensors
-from shardwise.observability import write_json_atomic
 from shardwise.transfer.buckets import BucketReader, Header, Segment
 from shardwise.transfer.medium import MEASUREMENT, SENDER, MediumError, Place, Rendezvous, name_of, nowhere
 from shardwise.transfer.receipt import SyncReceipt, WeightSyncError

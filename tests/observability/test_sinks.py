@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwise.observability import RunLog, SampleLog, move_aside, write_json_atomic
+from shardwise.observability import RunLog, SampleLog, move_aside
 
 
 def test_run_log_writes_exactly_these_bytes(tmp_path):
@@ -92,16 +92,6 @@ def test_sample_rows_keep_their_keys_in_order_and_their_text_readable(tmp_path):
         '{"step": 2}\n'
         '{"step": 3, "failure": "bad ?"}\n'
     )
-
-
-def test_write_json_atomic_replaces_the_whole_file_or_nothing(tmp_path):
-    path = tmp_path / "summary.json"
-    write_json_atomic(path, {"val/accuracy": 0.5, "bad": float("inf")})
-    assert path.read_text() == '{\n  "val/accuracy": 0.5,\n  "bad": null\n}\n'
-    with pytest.raises(TypeError):
-        write_json_atomic(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"val/accuracy": 0.5, "bad": None}
-    assert os.listdir(tmp_path) == ["summary.json"]
 
 
 def rows_of(path):

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "scratch": set(),
     "processes": set(),
     "console": set(),
-    "durable": set(),
+    "durable": {"fault_plan"},
     "region": set(),
     "codec": {"types"},
     "checksum": {"ops"},

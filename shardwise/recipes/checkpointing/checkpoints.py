@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from shardwise.config import ModelError
+from shardwise.durable import replacing
 from shardwise.observability import METRICS
 
 CHECKPOINTS = "checkpoints"
@@ -101,10 +102,8 @@ def step_folder(run: Path, step: int) -> Path:
 
 def write_latest(run: Path, step: int) -> None:
     """Writes the name of a step's checkpoint into `checkpoints/latest`, whole or not at all. Raises OSError."""
-    path = run / CHECKPOINTS / LATEST
-    partial = path.with_name(f".{LATEST}.tmp")
-    partial.write_text(f"{step_folder(run, step).name}\n", encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(run / CHECKPOINTS / LATEST) as file:
+        file.write(f"{step_folder(run, step).name}\n")
 
 
 def _refuse_runs_without_weights(folder: Path) -> None:
