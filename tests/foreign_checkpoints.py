@@ -10,6 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from shardwise.engine.foreign import ShardedTensor, ShardedTensors
+from shardwise.engine.foreign.tensors import Piece
+from shardwise.engine.safetensors_file import TensorSpec
+
 NUM_UPDATES = 3
 
 
@@ -98,3 +102,26 @@ class Touch:
 
 def pickled_attack(path):
     return pickle.dumps(Touch(path))
+
+
+def _halves(name, tensor, log=None):
+    """In two pieces, as two ranks would hold it; reads are logged."""
+
+    def piece(start, stop):
+        def read():
+            if log is not None and start == 0:
+                log.append(name)
+            return tensor[start:stop].clone()
+
+        return Piece((start, *[0] * (tensor.dim() - 1)), (stop - start, *tensor.shape[1:]), read)
+
+    middle = -(-tensor.shape[0] // 2)
+    pieces = [piece(0, middle), piece(middle, tensor.shape[0])]
+    return ShardedTensor.of(name, TensorSpec.of(tensor), pieces, origin=Path("source"))
+
+
+def in_halves(tensors, log=None):
+    """Tensors of a checkpoint of two ranks, in memory."""
+    return ShardedTensors(
+        Path("source"), {name: _halves(name, tensor.detach(), log) for name, tensor in tensors.items()}
+    )

@@ -1,7 +1,6 @@
 """Imports a checkpoint of another trainer: its weights as a Hugging Face folder, its optimizer as a run's state."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,10 +15,10 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.data import check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
 from shardwise.engine.export import require_finite
-from shardwise.engine.foreign import METADATA, DcpCheckpoint, ShardedTensors, VerlCheckpoint
+from shardwise.engine.foreign import ForeignCheckpoint, FoundWeights, ShardedTensors, open_checkpoint
 from shardwise.engine.freeze import freeze
 from shardwise.engine.imported_state import AdamWStates
-from shardwise.engine.importing import FoundWeights, RuntimeWeights, find_weights, import_weights
+from shardwise.engine.importing import RuntimeWeights, import_weights
 from shardwise.engine.model import build_on_meta
 from shardwise.engine.rewrite_folder import on_meta
 from shardwise.engine.safetensors_file import differences
@@ -68,8 +67,8 @@ def import_checkpoint(
         raise ConfigError(f"{TITLE} runs on one rank and this job has {group.size}; start it without torchrun")
     if run is not None:
         _require_plain_adamw(run)
-    found = _open(Path(source))
-    print(f"{TITLE}: {_source_text(found)}", flush=True)
+    found = open_checkpoint(Path(source))
+    print(f"{TITLE}: {found.title}: {found.folder}", flush=True)
     folder = _model_folder(found, model)
     dtype = dtype if dtype is not None else named_dtype(folder)
     meta = on_meta(folder, getattr(torch, dtype))
@@ -77,7 +76,8 @@ def import_checkpoint(
         _require_model_of_run(meta, folder, run, key="the checkpoint's" if model is None else "--model")
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     check_vocabulary(tokenizer, meta.config.get_text_config().vocab_size)
-    weights = _find_weights(found, meta, prefix)
+    _require_no_adapters(found)
+    weights = found.find_weights(meta, prefix)
     print(f"{TITLE}: {_weights_text(weights)}", flush=True)
 
     def write(path: Path) -> None:
@@ -101,7 +101,8 @@ def import_checkpoint(
         print(
             f"{TITLE}: AdamW after {states.num_updates:,} updates; continue with trainer.resume={hf.parent}", flush=True
         )
-    print(f"{TITLE}: left out: {_left_out(found, weights, states)}", flush=True)
+    left_out = found.left_out(weights, [] if states is None else states.tensors.values())
+    print(f"{TITLE}: left out: {', '.join(left_out) or 'nothing'}", flush=True)
     print(written(hf, dtype), flush=True)
     print(f"{TITLE}: try it with `shardwise generate {target}`", flush=True)
 
@@ -120,30 +121,7 @@ def _leaving_nothing(target: Path) -> Iterator[None]:
         raise
 
 
-def _open(source: Path) -> VerlCheckpoint | DcpCheckpoint:
-    if (source / METADATA).is_file():
-        return DcpCheckpoint.open(source)
-    if (verl := VerlCheckpoint.find(source)) is not None:
-        return VerlCheckpoint.open(verl)
-    if not source.is_dir():
-        raise ConfigError(f"{source} is no folder; give that of a checkpoint, as verl or torch.distributed writes it")
-    raise ConfigError(
-        f"{source} holds neither model_world_size_W_rank_R.pt files, which verl writes into global_step_N/actor, nor "
-        f"the {METADATA} file of torch.distributed.checkpoint; give such a folder"
-    )
-
-
-def _source_text(found: VerlCheckpoint | DcpCheckpoint) -> str:
-    match found:
-        case VerlCheckpoint():
-            version = "" if found.fsdp_version is None else f" (FSDP{found.fsdp_version})"
-            mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
-            return f"verl{version}, {counted(found.world_size, 'rank')}, mesh {mesh}: {found.folder}"
-        case DcpCheckpoint():
-            return f"torch.distributed.checkpoint, {counted(found.num_files, 'file')}: {found.folder}"
-
-
-def _model_folder(found: VerlCheckpoint | DcpCheckpoint, model: str | None) -> Path:
+def _model_folder(found: ForeignCheckpoint, model: str | None) -> Path:
     """Returns the folder of config.json. Raises ConfigError: there is no such file; ModelError: transformers does not
     know it."""
     folder = found.folder / "huggingface" if model is None else Path(model)
@@ -179,22 +157,14 @@ def _require_model_of_run(meta: PreTrainedModel, folder: Path, run: TrainingConf
         )
 
 
-def _find_weights(found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, prefix: str | None) -> FoundWeights:
-    """Finds the model's weights. Raises ConfigError: the prefix does not fit; ModelError: the checkpoint holds
-    adapters."""
+def _require_no_adapters(found: ForeignCheckpoint) -> None:
+    """Raises ModelError: the checkpoint holds adapters."""
     adapters = [name for name in found.tensors.tensors if ".lora_A." in name]
     if adapters:
         raise ModelError(
             f"{found.folder} holds LoRA adapters ({adapters[0]}), which are not imported; merge them where they were "
             "trained, or export them there as a peft adapter and merge that with `shardwise export`"
         )
-    if isinstance(found, DcpCheckpoint):
-        return find_weights(found.tensors, meta, prefix=None if prefix is None else found.tensors.meant_prefix(prefix))
-    if prefix is not None:
-        raise ConfigError(
-            f"--prefix={prefix} has no effect on verl's files, which hold nothing but the model; remove it"
-        )
-    return FoundWeights("", found.tensors, [])
 
 
 def _weights_text(weights: FoundWeights) -> str:
@@ -222,9 +192,7 @@ def _require_plain_adamw(run: TrainingConfig) -> None:
         )
 
 
-def _states(
-    found: VerlCheckpoint | DcpCheckpoint, meta: PreTrainedModel, weights: FoundWeights, run: TrainingConfig
-) -> AdamWStates:
+def _states(found: ForeignCheckpoint, meta: PreTrainedModel, weights: FoundWeights, run: TrainingConfig) -> AdamWStates:
     """Finds the optimizer's states. Raises ModelError: the checkpoint has none that the run can resume from.
     ExportError: its number of updates is not finite."""
     parameters = dict(meta.named_parameters())
@@ -236,8 +204,7 @@ def _states(
         )
     freeze(meta, run.engine.freeze_module_prefix, routers=run.engine.freeze_router)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items() if parameter.requires_grad}
-    near = {"near": weights.prefix} if isinstance(found, DcpCheckpoint) else {}
-    states = found.optimizer_states(in_order, **near)
+    states = found.optimizer_states(in_order, weights)
     require_finite({name: state.read() for name, state in states.items() if name.startswith("step/")})
     return AdamWStates.of(shapes, states)
 
@@ -246,17 +213,3 @@ def _step(folder: Path, *, default: int) -> int:
     """Returns the training step that the innermost folder named for a step gives, else `default`."""
     names = (re.fullmatch(r"(?:global_)?step[-_](\d+)", name) for name in reversed(folder.resolve().parts))
     return next((int(match[1]) for match in names if match), default)
-
-
-def _left_out(found: VerlCheckpoint | DcpCheckpoint, weights: FoundWeights, states: AdamWStates | None) -> str:
-    match found:
-        case VerlCheckpoint():
-            optimizer = ["the optimizer (--config takes it over)"] if states is None and found.has("optim") else []
-            extra = ["extra_state files (schedule, random generators)"] if found.has("extra_state") else []
-            return ", ".join([*optimizer, *extra]) or "nothing"
-        case DcpCheckpoint():
-            taken = set() if states is None else {id(state) for state in states.tensors.values()}
-            tensors = [name for name in weights.left_out if id(found.tensors.tensors[name]) not in taken]
-            depth = max(1, weights.prefix.count("."))
-            groups = Counter(".".join(name.split(".")[:depth]) for name in [*tensors, *found.others])
-            return ", ".join(f"{group} ({count})" for group, count in groups.items()) or "nothing"

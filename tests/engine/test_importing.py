@@ -4,43 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from foreign_checkpoints import in_halves
 from ranks import RankError
 from safetensors.torch import load_file
 from tiny_models import tiny_folder, tiny_model
 
-from shardwise.config import ConfigError, ModelError
-from shardwise.engine.foreign import ShardedTensor, ShardedTensors
+from shardwise.config import ModelError
 from shardwise.engine.foreign.tensors import Piece
-from shardwise.engine.importing import RuntimeWeights, find_weights, import_weights
+from shardwise.engine.importing import RuntimeWeights, import_weights
 from shardwise.engine.rewrite_folder import on_meta
-from shardwise.engine.safetensors_file import TensorSpec
 
 
 class NoTokenizer:
     def save_pretrained(self, folder):
         pass
-
-
-def halves(name, tensor, log=None):
-    """In two pieces, as two ranks would hold it; reads are logged."""
-
-    def piece(start, stop):
-        def read():
-            if log is not None and start == 0:
-                log.append(name)
-            return tensor[start:stop].clone()
-
-        return Piece((start, *[0] * (tensor.dim() - 1)), (stop - start, *tensor.shape[1:]), read)
-
-    middle = -(-tensor.shape[0] // 2)
-    pieces = [piece(0, middle), piece(middle, tensor.shape[0])]
-    return ShardedTensor.of(name, TensorSpec.of(tensor), pieces, origin=Path("source"))
-
-
-def sharded(tensors, log=None):
-    return ShardedTensors(
-        Path("source"), {name: halves(name, tensor.detach(), log) for name, tensor in tensors.items()}
-    )
 
 
 def stored(folder):
@@ -52,7 +29,7 @@ def write(config_folder, target, dtype, names_of, max_shard_size):
     source = stored(Path(config_folder)) if names_of == "hub" else tiny_model(names_of).state_dict()
     log = []
     model = on_meta(Path(config_folder), dtype)
-    import_weights(model, sharded(source, log), NoTokenizer(), Path(target), dtype, max_shard_size=max_shard_size)
+    import_weights(model, in_halves(source, log), NoTokenizer(), Path(target), dtype, max_shard_size=max_shard_size)
     return log
 
 
@@ -78,7 +55,7 @@ def test_a_tied_copy_that_differs_is_refused(tmp_path):
     folder = tiny_folder("qwen3", tmp_path / "source")
     tensors = dict(tiny_model("qwen3").state_dict())
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1.5
-    weights = RuntimeWeights(on_meta(folder, torch.float32), sharded(tensors))
+    weights = RuntimeWeights(on_meta(folder, torch.float32), in_halves(tensors))
     with pytest.raises(ModelError, match=r"source holds a lm_head\.weight that differs from model\.embed_tokens"):
         weights["model.embed_tokens.weight"]
 
@@ -94,7 +71,7 @@ def test_what_does_not_fit_is_listed(llama):
     tensors["model.extra.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
     with pytest.raises(ModelError) as error:
-        RuntimeWeights(model, sharded(tensors))
+        RuntimeWeights(model, in_halves(tensors))
     assert str(error.value) == (
         "source does not fit its config.json (LlamaForCausalLM): 1 tensor is missing (model.layers.1.mlp.up_proj."
         "weight); 1 tensor is of the wrong shape (model.norm.weight is [29], expected [30]); 1 tensor is not part "
@@ -102,43 +79,8 @@ def test_what_does_not_fit_is_listed(llama):
     )
 
 
-def test_the_model_is_found_under_its_prefix_beside_other_states(llama):
-    model, tensors = llama
-    moments = {f"app.optim.state.{name}.exp_avg": tensor for name, tensor in tensors.items()}
-    found = find_weights(sharded({f"app.model.{name}": value for name, value in tensors.items()} | moments), model)
-    assert found.prefix == "app.model."
-    assert found.weights.specs.keys() == tensors.keys()
-    assert found.left_out == list(moments)
-    moments = {name.removeprefix("app."): value for name, value in moments.items()}
-    plain = find_weights(sharded(moments | tensors), model)
-    assert (plain.prefix, plain.weights.specs.keys(), plain.left_out) == ("", tensors.keys(), list(moments))
-
-
-def test_a_model_saved_without_its_head_module_is_found(llama):
-    """The backbone's own state dict; the projection stands under another name and is missing."""
-    model, tensors = llama
-    backbone = {f"net.{name.removeprefix('model.')}": value for name, value in tensors.items() if "model." in name}
-    found = find_weights(sharded(backbone), model)
-    assert (found.prefix, len(found.weights.tensors)) == ("net.", len(tensors) - 1)
-    with pytest.raises(ModelError, match=r"1 tensor is missing \(lm_head\.weight\)\. Take"):
-        RuntimeWeights(model, found.weights)
-
-
-def test_a_given_prefix_decides_between_two_models_and_has_to_be_there(llama):
-    model, tensors = llama
-    two = sharded({f"{part}.{name}": value for part in ("old", "new") for name, value in tensors.items()})
-    with pytest.raises(ConfigError, match=r"holds 2 models that fit config\.json, under 'new\.', 'old\.'; choose"):
-        find_weights(two, model)
-    found = find_weights(two, model, prefix="new.")
-    assert (found.weights.specs.keys(), len(found.left_out)) == (tensors.keys(), len(tensors))
-    with pytest.raises(
-        ConfigError, match=r"source holds no tensor under the prefix 'x\.'; its names are such as old\.mo"
-    ):
-        find_weights(two, model, prefix="x.")
-
-
 def fail_midway(config_folder, target):
-    tensors = sharded(tiny_model("llama").state_dict())
+    tensors = in_halves(tiny_model("llama").state_dict())
 
     def read():
         raise ModelError("source/f.pt is damaged")

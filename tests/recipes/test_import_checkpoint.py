@@ -163,10 +163,10 @@ def refusal(arguments, capsys):
 
 def test_what_cannot_be_imported_is_refused_before_anything_is_written(verl, dcp, model_folder, tmp_path, capsys):
     folder, out = dcp[0], tmp_path / "out"
-    assert refusal([tmp_path / "none", out], capsys).startswith(f"{tmp_path / 'none'} is no folder; give that of a ")
+    assert refusal([tmp_path / "none", out], capsys).startswith(f"{tmp_path / 'none'} is no folder; give a folder ")
     (tmp_path / "nothing").mkdir()
     assert refusal([tmp_path / "nothing", out], capsys).startswith(
-        f"{tmp_path / 'nothing'} holds neither model_world_size_W_rank_R.pt files, which verl writes into global_step_"
+        f"{tmp_path / 'nothing'} holds no checkpoint of another trainer; give a folder with the .metadata file of "
     )
     assert refusal([folder, out], capsys).endswith(
         "huggingface/config.json does not exist; name a folder with the model's config.json and tokenizer as --model "

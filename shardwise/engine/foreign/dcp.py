@@ -1,15 +1,19 @@
 """Folders of torch.distributed.checkpoint: `.metadata`, a pickle that says where every piece of every tensor is, and
 `__R_K.distcp` files, which hold a file of torch.save for each piece, one after the other."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
+from shardwise.console import counted
+from shardwise.engine.foreign.found_weights import FoundWeights, find_weights
 from shardwise.engine.foreign.pickles import Record, read_pickle
 from shardwise.engine.foreign.tensors import Piece, ShardedTensor, ShardedTensors
 from shardwise.engine.foreign.torch_file import StoredTensor, TorchFile
@@ -32,7 +36,9 @@ _RECORDS = (
 
 @dataclass(frozen=True, slots=True)
 class DcpCheckpoint:
-    """What a folder holds, before a tensor is read."""
+    """What a folder holds, before a tensor is read. See `ForeignCheckpoint`."""
+
+    FILES: ClassVar[str] = f"the {METADATA} file of torch.distributed.checkpoint"
 
     folder: Path
     num_files: int
@@ -40,6 +46,11 @@ class DcpCheckpoint:
     """All of them: weights, optimizer states, whatever was saved."""
     others: list[str]
     """Names of entries that are not tensors; they were pickled and are not read."""
+
+    @staticmethod
+    def find(source: Path) -> Path | None:
+        """See ForeignCheckpoint."""
+        return source if (source / METADATA).is_file() else None
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -76,20 +87,31 @@ class DcpCheckpoint:
         others = [name for name in entries if name not in tensors]
         return cls(folder, len(files), ShardedTensors(folder, tensors), others)
 
-    def optimizer_states(self, parameters: Sequence[str], *, near: str = "") -> dict[str, ShardedTensor]:
-        """Returns the states by "KEY/NAME", such as "exp_avg/model.norm.weight", of an optimizer that was saved under
-        the names of its parameters (`get_optimizer_state_dict`); empty if there is none.
+    @property
+    def title(self) -> str:
+        """See ForeignCheckpoint."""
+        return f"torch.distributed.checkpoint, {counted(self.num_files, 'file')}"
 
-        Args:
-            near: the prefix of the weights, which tells their optimizer from those of other models in the folder.
-        Raises:
-            ConfigError: several optimizers fit all the same.
-        """
-        prefix = self.tensors.prefix_of(parameters, suffix=".exp_avg", near=near)
+    def find_weights(self, model: PreTrainedModel, prefix: str | None) -> FoundWeights:
+        """See ForeignCheckpoint."""
+        return find_weights(self.tensors, model, prefix=None if prefix is None else self.tensors.meant_prefix(prefix))
+
+    def optimizer_states(self, parameters: Sequence[str], weights: FoundWeights) -> dict[str, ShardedTensor]:
+        """See ForeignCheckpoint. The optimizer was saved under the names of its parameters
+        (`get_optimizer_state_dict`), beside the weights if there are several; empty if there is none."""
+        prefix = self.tensors.prefix_of(parameters, suffix=".exp_avg", near=weights.prefix)
         if prefix is None:
             return {}
         named = {name.rpartition("."): state for name, state in self.tensors.under(prefix).tensors.items()}
         return {f"{key}/{name}": state for (name, _, key), state in named.items() if name in parameters}
+
+    def left_out(self, weights: FoundWeights, states: Collection[ShardedTensor]) -> list[str]:
+        """See ForeignCheckpoint. Names are counted by how they begin."""
+        taken = {id(state) for state in states}
+        tensors = [name for name in weights.left_out if id(self.tensors.tensors[name]) not in taken]
+        depth = max(1, weights.prefix.count("."))
+        groups = Counter(".".join(name.split(".")[:depth]) for name in [*tensors, *self.others])
+        return [f"{group} ({count})" for group, count in groups.items()]
 
 
 def _tensor(

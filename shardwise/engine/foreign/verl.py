@@ -13,14 +13,17 @@ pickled with its DTensors.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from shardwise.config import ModelError
-from shardwise.console import listed
+from transformers import PreTrainedModel
+
+from shardwise.config import ConfigError, ModelError
+from shardwise.console import counted, listed
+from shardwise.engine.foreign.found_weights import FoundWeights
 from shardwise.engine.foreign.pickles import Record, attributes_of
 from shardwise.engine.foreign.tensors import Piece, ShardedTensor, ShardedTensors
 from shardwise.engine.foreign.torch_file import StoredTensor, TorchFile
@@ -76,10 +79,12 @@ class _Shards:
 
 @dataclass(frozen=True, slots=True)
 class VerlCheckpoint:
-    """What the files of all ranks hold, before weights are read.
+    """What the files of all ranks hold, before weights are read. See `ForeignCheckpoint`.
 
     Example: `VerlCheckpoint(folder=.../global_step_40/actor, world_size=4, mesh={"ddp": 2, "fsdp": 2}, ...)`
     """
+
+    FILES: ClassVar[str] = "model_world_size_W_rank_R.pt files, which verl writes into global_step_N/actor"
 
     folder: Path
     world_size: int
@@ -114,19 +119,34 @@ class VerlCheckpoint:
         """Whether there are files of a part, such as optim or extra_state."""
         return any(self.folder.glob(f"{part}_world_size_*.pt"))
 
-    def optimizer_states(self, parameters: Sequence[str]) -> dict[str, ShardedTensor]:
-        """Returns the states by "KEY/NAME", such as "exp_avg/model.norm.weight".
+    @property
+    def title(self) -> str:
+        """See ForeignCheckpoint."""
+        version = "" if self.fsdp_version is None else f" (FSDP{self.fsdp_version})"
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        return f"verl{version}, {counted(self.world_size, 'rank')}, mesh {mesh}"
 
-        Args:
-            parameters: names of the model's parameters in the order of its modules, by which verl numbers them.
-        Raises:
-            ModelError: as `open`, or the states do not belong to these parameters (FSDP1 keeps states of flattened
-                ones).
-        """
+    def find_weights(self, model: PreTrainedModel, prefix: str | None) -> FoundWeights:
+        """See ForeignCheckpoint. There is nothing but the model. Raises ConfigError: a prefix is given."""
+        if prefix is not None:
+            raise ConfigError(
+                f"--prefix={prefix} has no effect on verl's files, which hold nothing but the model; remove it"
+            )
+        return FoundWeights("", self.tensors, [])
+
+    def optimizer_states(self, parameters: Sequence[str], weights: FoundWeights) -> dict[str, ShardedTensor]:
+        """See ForeignCheckpoint. The parameters are numbered in the order of the modules. Raises ModelError: also for
+        the states of FSDP1, which are those of flattened parameters."""
         files = _rank_files(self.folder, "optim")
         by_rank = [_numbered_states(file, parameters) for file in files]
         with _known_forms(self.folder):
             return dict(_tensors(files, by_rank, _Mesh(self.mesh)).tensors)
+
+    def left_out(self, weights: FoundWeights, states: Collection[ShardedTensor]) -> list[str]:
+        """See ForeignCheckpoint."""
+        optimizer = ["the optimizer (--config takes it over)"] if not states and self.has("optim") else []
+        extra = ["extra_state files (schedule, random generators)"] if self.has("extra_state") else []
+        return [*optimizer, *extra]
 
 
 @dataclass(frozen=True, slots=True)

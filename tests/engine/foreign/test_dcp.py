@@ -8,7 +8,8 @@ import torch.distributed.checkpoint as dcp
 from foreign_checkpoints import Touch, pickled_attack, write_dcp
 
 from shardwise.config import ConfigError, ModelError
-from shardwise.engine.foreign import METADATA, DcpCheckpoint
+from shardwise.engine.foreign import FoundWeights
+from shardwise.engine.foreign.dcp import METADATA, DcpCheckpoint
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,11 @@ def saved(run_ranks, tmp_path_factory):
 @pytest.fixture
 def copied(saved, tmp_path):
     return Path(shutil.copytree(saved[0], tmp_path / "step-3"))
+
+
+def under(prefix):
+    """Weights that were found there."""
+    return FoundWeights(prefix, None, [])
 
 
 def test_tensors_of_two_ranks_are_read_as_they_were_saved(saved):
@@ -39,7 +45,7 @@ def test_tensors_of_two_ranks_are_read_as_they_were_saved(saved):
 
 def test_optimizer_states_are_found_by_the_parameters_names(saved):
     folder, tensors, expected = saved
-    states = DcpCheckpoint.open(folder).optimizer_states(list(tensors))
+    states = DcpCheckpoint.open(folder).optimizer_states(list(tensors), under("app.model."))
     assert states.keys() == expected.keys()
     for name, array in expected.items():
         assert torch.equal(states[name].read(), torch.from_numpy(array)), name
@@ -49,7 +55,7 @@ def test_a_folder_without_an_optimizer_has_no_states(tmp_path):
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
     found = DcpCheckpoint.open(tmp_path)
     assert found.tensors.read("w").tolist() == [1, 1, 1]
-    assert found.optimizer_states(["w"]) == {}
+    assert found.optimizer_states(["w"], under("")) == {}
 
 
 def refusal(folder):
@@ -130,14 +136,14 @@ def test_metadata_that_does_not_fit_the_files_is_refused(copied):
 def test_two_optimizers_are_not_guessed_between(tmp_path):
     dcp.save({"a.w.exp_avg": torch.ones(3), "b.w.exp_avg": torch.ones(3)}, checkpoint_id=tmp_path)
     with pytest.raises(ConfigError, match=r"under 'a\.', 'b\.'"):
-        DcpCheckpoint.open(tmp_path).optimizer_states(["w"])
+        DcpCheckpoint.open(tmp_path).optimizer_states(["w"], under(""))
 
 
-@pytest.mark.parametrize(("near", "value"), [("app.actor.model.", 1.0), ("app.ema.model.", 2.0)])
-def test_of_two_optimizers_that_beside_the_weights_is_theirs(tmp_path, near, value):
+@pytest.mark.parametrize(("prefix", "value"), [("app.actor.model.", 1.0), ("app.ema.model.", 2.0)])
+def test_of_two_optimizers_that_beside_the_weights_is_theirs(tmp_path, prefix, value):
     states = {
         f"app.{name}.optim.w.exp_avg": torch.full((3,), number) for name, number in (("actor", 1.0), ("ema", 2.0))
     }
     dcp.save(states, checkpoint_id=tmp_path)
-    (state,) = DcpCheckpoint.open(tmp_path).optimizer_states(["w"], near=near).values()
+    (state,) = DcpCheckpoint.open(tmp_path).optimizer_states(["w"], under(prefix)).values()
     assert state.read().tolist() == [value] * 3

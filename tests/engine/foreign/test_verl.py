@@ -9,7 +9,11 @@ from foreign_checkpoints import Touch, whole, write_verl
 from tiny_models import tiny_model
 
 from shardwise.config import ModelError
-from shardwise.engine.foreign import VerlCheckpoint
+from shardwise.engine.foreign import FoundWeights
+from shardwise.engine.foreign.verl import VerlCheckpoint
+
+ALL = FoundWeights("", None, [])
+"""Weights of files that hold nothing else."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,7 @@ def test_fsdp1_makes_up_the_model_and_its_flattened_optimizer_is_refused(run_ran
     with pytest.raises(
         ModelError, match=r"optim_world_size_2_rank_0\.pt does not hold AdamW's states for 25 param.*FSDP1"
     ):
-        found.optimizer_states(list(tensors))
+        found.optimizer_states(list(tensors), ALL)
 
 
 def write_fsdp1_with_a_shard_that_is(folder, change):
@@ -119,19 +123,19 @@ def test_optimizers_with_several_groups_are_refused(copied, of_two):
         content["param_groups"] = [group | {"params": group["params"][:9]}, group | {"params": group["params"][9:]}]
         torch.save(content, file)
     with pytest.raises(ModelError, match=r"optim_world_size_2_rank_0\.pt has 2 parameter groups"):
-        VerlCheckpoint.open(copied).optimizer_states(names)
+        VerlCheckpoint.open(copied).optimizer_states(names, ALL)
 
 
 def test_optimizer_states_are_found_by_the_order_of_the_parameters(of_two):
     folder, tensors, expected = of_two
     found = VerlCheckpoint.open(folder)
-    states = found.optimizer_states([name for name in tensors if name != "lm_head.weight"])
+    states = found.optimizer_states([name for name in tensors if name != "lm_head.weight"], ALL)
     assert states.keys() == expected.keys()
     assert len(expected) == 3 * 24
     for name, array in expected.items():
         assert torch.equal(states[name].read(), torch.from_numpy(array)), name
     with pytest.raises(ModelError, match=r"does not hold AdamW's states for 25 parameters"):
-        found.optimizer_states(list(tensors))
+        found.optimizer_states(list(tensors), ALL)
 
 
 def rank_file(folder, rank, part="model"):
@@ -201,7 +205,7 @@ def test_an_attack_in_a_ranks_file_is_refused_and_does_not_run(copied, tmp_path)
     torch.save(Touch(ran), rank_file(copied, 0, "optim"))
     shutil.copy(rank_file(copied, 0), rank_file(copied, 1))
     with pytest.raises(ModelError, match=r"optim_world_size_2_rank_0\.pt is refused: .*posix\.system"):
-        VerlCheckpoint(copied, 2, {"fsdp": 2}, None, None).optimizer_states(["a"])
+        VerlCheckpoint(copied, 2, {"fsdp": 2}, None, None).optimizer_states(["a"], ALL)
     assert not ran.exists()
     torch.load(rank_file(copied, 0, "optim"), weights_only=False)
     assert ran.exists()
