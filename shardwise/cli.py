@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -146,9 +147,10 @@ def _run_quickstart(options: argparse.Namespace, arguments: list[str]) -> int:
                 faults=Path(options.output_dir) / REPORTS,
             )
     with heavy_imports():
-        from shardwise.recipes.entry import run_quickstart
+        from shardwise.recipes.entry import run_command
+        from shardwise.recipes.quickstart import quickstart
 
-    return run_quickstart(output_dir=options.output_dir, seed=options.seed)
+    return run_command(partial(quickstart, Path(options.output_dir), seed=options.seed), output_dir=options.output_dir)
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -173,15 +175,13 @@ def _export(options: argparse.Namespace, arguments: list[str]) -> int:
     if not _is_rank() and options.nproc > 1:
         return launch(_rank_command(arguments), nproc=options.nproc, stall=_stall_limit(options))
     with heavy_imports():
-        from shardwise.recipes.entry import run_export
+        from shardwise.recipes.entry import run_command
+        from shardwise.recipes.export import export
 
-    return run_export(
-        source=options.source,
-        target=options.target,
-        dtype=options.dtype,
-        max_shard_size=options.max_shard_size,
-        stall=_stall_limit(options),
+    command = partial(
+        export, options.source, options.target, dtype=options.dtype, max_shard_size=options.max_shard_size
     )
+    return run_command(command, stall=_stall_limit(options))
 
 
 def _stall_limit(options: argparse.Namespace) -> StallLimit:
@@ -196,39 +196,46 @@ def _import_checkpoint(options: argparse.Namespace) -> int:
         )
     run = None if options.config is None else RECIPES[options.recipe].load(options.config)
     with heavy_imports():
-        from shardwise.recipes.entry import run_import
+        from shardwise.recipes.entry import run_command
+        from shardwise.recipes.import_checkpoint import import_checkpoint
 
-    return run_import(
-        source=options.source,
-        target=options.target,
+    command = partial(
+        import_checkpoint,
+        options.source,
+        options.target,
         model=options.model,
         prefix=options.prefix,
         dtype=options.dtype,
         max_shard_size=options.max_shard_size,
         run=cast(TrainingConfig | None, run),
     )
+    return run_command(command, alone=options.command)
 
 
 @lasting_output()
 def _parity(options: argparse.Namespace) -> int:
     with heavy_imports():
-        from shardwise.recipes.entry import run_parity
+        from shardwise.recipes.entry import run_question
+        from shardwise.recipes.parity import parity
 
-    return run_parity(
-        model=options.model,
+    ask = partial(
+        parity,
+        options.model,
         engine=options.engine,
         dtype=options.dtype,
         prompts=options.prompt,
         max_tokens=options.max_tokens,
     )
+    return run_question(options.command, ask)
 
 
 @lasting_output()
 def _replay(options: argparse.Namespace) -> int:
     with heavy_imports():
-        from shardwise.recipes.entry import run_replay
+        from shardwise.recipes.entry import run_question
+        from shardwise.recipes.replay import replay
 
-    return run_replay(bundle=options.bundle, micro_batch=options.micro_batch)
+    return run_question(options.command, partial(replay, options.bundle, micro_batch=options.micro_batch))
 
 
 def _schema(recipe: str | None, *, as_markdown: bool) -> str:

@@ -63,9 +63,6 @@ def import_checkpoint(
         hf = new_folder(target)
     else:
         require_empty(target)
-    if group.size > 1:
-        raise ConfigError(f"{TITLE} runs on one rank and this job has {group.size}; start it without torchrun")
-    if run is not None:
         _require_plain_adamw(run)
     found = open_checkpoint(Path(source))
     print(f"{TITLE}: {found.title}: {found.folder}", flush=True)

@@ -42,22 +42,22 @@ def test_the_ranks_that_only_sample_are_no_part_of_the_default_group(monkeypatch
 
 def test_what_takes_one_process_is_refused_in_a_job_of_two(monkeypatch, fake_group):
     monkeypatch.setattr(entry, "run_rank", lambda recipe, **_: recipe(fake_group(size=2)))
-    with pytest.raises(ConfigError, match="shardwise replay runs on one process, and this job has 2"):
-        entry.run_replay(bundle="b", micro_batch=None)
+    with pytest.raises(ConfigError, match="shardwise replay runs on one process, and this job has 2; start it without"):
+        entry.run_question("replay", lambda device: pytest.fail("it was asked"))
 
 
-@pytest.mark.parametrize(("agrees", "code"), [(True, 0), (False, 1)])
-def test_parity_is_an_exit_code(monkeypatch, agrees, code):
+def test_a_command_gets_the_group_of_all_ranks(monkeypatch, fake_group):
+    group, given = fake_group(size=2), []
+    monkeypatch.setattr(entry, "run_rank", lambda recipe, **options: recipe(group) or options["output_dir"])
+    assert entry.run_command(given.append, output_dir="runs/a") == "runs/a"
+    assert given == [group]
+
+
+@pytest.mark.parametrize(("answer", "code"), [(True, 0), (False, 1)])
+def test_an_answer_is_an_exit_code(answer, code):
     asked = []
-
-    def parity(*args, **options):
-        asked.append((args[0], options))
-        return agrees
-
-    monkeypatch.setattr(entry, "parity", parity)
-    options = {"engine": "embedded", "dtype": "float32", "prompts": None, "max_tokens": 4}
-    assert entry.run_parity(model="m", **options) == code
-    assert asked == [("m", options)]
+    assert entry.run_question("parity", lambda device: asked.append(device) or answer) == code
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("note", [None, "model families are proven with transformers 5.23.0, and 5.17.0 is installed"])
