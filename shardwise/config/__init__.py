@@ -1,7 +1,7 @@
 """The typed configuration: torch-free, frozen, without unknown keys. The YAML is exactly this tree."""
 
 from shardwise.config.algorithm import AlgorithmConfig, ClipCov, Gae, Gdpo, Gigpo, KlCov, SeqMeanTokenSumNorm
-from shardwise.config.base import Choice, Config, key_paths
+from shardwise.config.base import Choice, Config, key_paths, leaves, parts_of
 from shardwise.config.custom import Custom
 from shardwise.config.data import (
     DataConfig,

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -36,6 +36,8 @@ EXAMPLE_OVERRIDE = "engine.param_dtype=bfloat16"
 _TOO_LARGE = 1 << 63
 _COMMAND_LINE = "the command line"
 _MOST_LISTED = 8
+
+T = TypeVar("T")
 
 
 class Config(BaseModel):
@@ -423,9 +425,39 @@ def groups_of(annotation: Any) -> list[type[Config]]:
     return [group for part in get_args(annotation) for group in groups_of(part)]
 
 
-def key_paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
+def below(key: str, name: str | int) -> str:
+    """Returns the dotted key of what has this name, or place in a list, in the group of that key; "" is the tree."""
+    return f"{key}.{name}" if key else str(name)
+
+
+def key_paths(cls: type[Config], key: str = "") -> Iterator[str]:
     """Yields every dotted key of a config class, groups included, in the order they are declared."""
     for name, field in cls.model_fields.items():
-        yield prefix + name
+        yield below(key, name)
         groups = groups_of(field.annotation)
-        yield from dict.fromkeys(path for group in groups for path in key_paths(group, f"{prefix}{name}."))
+        yield from dict.fromkeys(path for group in groups for path in key_paths(group, below(key, name)))
+
+
+def parts_of(config: Any, kind: type[T], key: str = "") -> Iterator[tuple[str, T]]:
+    """Yields (dotted key, part) for every part of a config that is of one class, those in lists with their places in
+    the key; what is within such a part is not looked at."""
+    if isinstance(config, kind):
+        yield key, config
+        return
+    inner = enumerate(config) if isinstance(config, list) else config if isinstance(config, Config) else ()
+    for name, part in inner:
+        yield from parts_of(part, kind, below(key, name))
+
+
+def leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) for every value in a tree of plain values, those in lists of groups with their places
+    in the key. Empty groups are values."""
+    children: list[tuple[Any, Any]] = []
+    if isinstance(tree, dict):
+        children = list(tree.items())
+    elif isinstance(tree, list) and all(isinstance(item, dict) for item in tree):
+        children = list(enumerate(tree))
+    if not children:
+        yield key, tree
+    for name, child in children:
+        yield from leaves(child, below(key, name))

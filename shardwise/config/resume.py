@@ -1,10 +1,10 @@
 """Which keys of a config may differ from those of the run that is resumed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from shardwise.config.base import key_paths
+from shardwise.config.base import below, key_paths, leaves
 from shardwise.config.engine import OptimizerConfig
 from shardwise.config.errors import ConfigError
 from shardwise.config.recipes import RLConfig, TrainingConfig
@@ -69,8 +69,8 @@ def changes_that_matter(
     """
     kind, now = type(config), config.model_dump(mode="json")
     earlier = _with_defaults(before, kind) or before
-    old = dict(_leaves(_with_defaults(_asking_for_layouts_of(earlier, now), kind) or earlier))
-    new = dict(_leaves(_with_defaults(_asking_for_layouts_of(now, earlier), kind) or now))
+    old = dict(leaves(_with_defaults(_asking_for_layouts_of(earlier, now), kind) or earlier))
+    new = dict(leaves(_with_defaults(_asking_for_layouts_of(now, earlier), kind) or now))
     may_differ = [*MAY_CHANGE, *allowed, *(LENGTH_KEYS if _may_be_of_any_length(config) else ())]
     pairs = {key: (old.get(key), new.get(key)) for key in {**new, **old}}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and not is_among(key, may_differ)}
@@ -125,10 +125,10 @@ def _asking_for_layouts_of(tree: Any, other: Any, key: str = "") -> Any:
     if tree is None and isinstance(other, dict) and without_places(key) in _ENGINES:
         return {}
     if isinstance(tree, dict) and isinstance(other, dict):
-        return {name: _asking_for_layouts_of(child, other.get(name), _below(key, name)) for name, child in tree.items()}
+        return {name: _asking_for_layouts_of(child, other.get(name), below(key, name)) for name, child in tree.items()}
     if isinstance(tree, list) and isinstance(other, list):
         pairs = enumerate(zip_longest(tree, other[: len(tree)]))
-        return [_asking_for_layouts_of(child, pair, _below(key, place)) for place, (child, pair) in pairs]
+        return [_asking_for_layouts_of(child, pair, below(key, place)) for place, (child, pair) in pairs]
     return tree
 
 
@@ -137,24 +137,6 @@ def _may_be_of_any_length(config: TrainingConfig) -> bool:
     if isinstance(config, RLConfig) and config.critic is not None:
         optimizers.append(config.critic.optimizer)
     return all(optimizer.lr_schedule == "constant" for optimizer in optimizers)
-
-
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for every value, also in lists of groups, whose keys have the index in them. Empty
-    groups are values."""
-    children: list[tuple[Any, Any]] = []
-    if isinstance(tree, dict):
-        children = list(tree.items())
-    elif isinstance(tree, list) and all(isinstance(item, dict) for item in tree):
-        children = list(enumerate(tree))
-    if not children:
-        yield path, tree
-    for key, child in children:
-        yield from _leaves(child, _below(path, key))
-
-
-def _below(path: str, key: str | int) -> str:
-    return f"{path}.{key}" if path else str(key)
 
 
 def without_places(key: str) -> str:

@@ -1,9 +1,8 @@
 """Checks that take about a second, before any rank starts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -22,8 +21,8 @@ from shardwise.config import (
     SglangRollout,
     TrainerConfig,
     longest_sequence,
+    parts_of,
 )
-from shardwise.config.base import Config
 from shardwise.controller.restarts import torchrun_restarts_allowed
 from shardwise.data import (
     Row,
@@ -50,8 +49,6 @@ from shardwise.recipes.sampling.environment import check_environment
 from shardwise.rewards import check_rewards
 from shardwise.rollout import check_sglang, require_routers
 
-T = TypeVar("T")
-
 
 def check_inputs(config: RecipeConfig) -> None:
     """Checks, in this order:
@@ -74,7 +71,7 @@ def check_inputs(config: RecipeConfig) -> None:
     for row in first_rows(files):
         check_row(row)
     longest = longest_sequence(config)
-    for key, model in _parts(config, ModelConfig):
+    for key, model in parts_of(config, ModelConfig):
         folder = _check_model(key, model)
         if folder is not None and not key.startswith("reward."):
             Context.of(folder).require(*longest)
@@ -102,7 +99,7 @@ def check_inputs(config: RecipeConfig) -> None:
 def check_layouts(config: RecipeConfig, num_ranks: int) -> None:
     """Checks that every engine can be laid out on a job's ranks. Raises ConfigError: one cannot; names it."""
     num_trainers = num_training_ranks(num_ranks, config.rollout.split if isinstance(config, RLConfig) else None)
-    for key, layout in _parts(config, LayoutConfig):
+    for key, layout in parts_of(config, LayoutConfig):
         try:
             ParallelDims.of(layout, world_size=num_trainers)
         except ConfigError as error:
@@ -137,18 +134,6 @@ def _check_preference_row(config: PreferenceConfig, row: Row) -> None:
             "(a custom loss: loss.is_paired=true), or data.response_column and data.label_column to the right columns"
         )
     (check_pair_row if config.is_paired else check_labelled_row)(config.data, row)
-
-
-def _parts(config: object, kind: type[T], key: str = "") -> Iterator[tuple[str, T]]:
-    """Yields every part of a config that is of one class, with its key."""
-    if isinstance(config, kind):
-        yield key, config
-    elif isinstance(config, Config):
-        for name, inner in config:
-            yield from _parts(inner, kind, f"{key}.{name}" if key else name)
-    elif isinstance(config, list):
-        for number, one in enumerate(config):
-            yield from _parts(one, kind, f"{key}.{number}")
 
 
 def _require_folder_of_its_own(output_dir: Path) -> None:

@@ -13,12 +13,15 @@ from shardwise.config import (
     ConfigError,
     DistillConfig,
     EvalConfig,
+    ModelConfig,
     PreferenceConfig,
     RecipeConfig,
     RewardModelConfig,
     RLConfig,
     SFTConfig,
     key_paths,
+    leaves,
+    parts_of,
 )
 from shardwise.config.algorithm import named
 from shardwise.config.base import groups_of, tag_of
@@ -478,6 +481,24 @@ def test_key_paths_walk_groups_and_optional_groups():
         "maybe.learning_rate",
         "maybe.warmup_steps",
     ]
+
+
+def test_parts_of_a_class_are_found_in_groups_and_in_lists_with_their_keys():
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train_files": "t"},
+        "teachers": [{"model": {"path": "a"}}, {"model": {"path": "b"}, "data_source": "s"}],
+        "algorithm": {"advantage": "distill"},
+    }
+    config = RLConfig.parse(tree, origin="test")
+    found = {key: model.path for key, model in parts_of(config, ModelConfig)}
+    assert found == {"model": "m", "teachers.0.model": "a", "teachers.1.model": "b"}
+    assert list(parts_of(config.model, ModelConfig)) == [("", config.model)]
+
+
+def test_leaves_are_the_values_of_a_tree_by_their_keys():
+    tree = {"a": 1, "b": {"c": None, "d": {}}, "e": [], "f": [1, 2], "g": [{"h": 3}, {}]}
+    assert dict(leaves(tree)) == {"a": 1, "b.c": None, "b.d": {}, "e": [], "f": [1, 2], "g.0.h": 3, "g.1": {}}
 
 
 @pytest.mark.parametrize("cls", get_args(RecipeConfig))

@@ -8,8 +8,7 @@ from pathlib import Path
 import xxhash
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from shardwise.config import ConfigError, LoraConfig, ModelConfig, ModelError, TrainingConfig
-from shardwise.config.base import Config
+from shardwise.config import Config, ConfigError, LoraConfig, ModelConfig, ModelError, TrainingConfig, parts_of
 from shardwise.engine import resolve_folder
 from shardwise.engine.model_folder import PROCESSOR_FILES
 from shardwise.engine.safetensors_file import SafetensorsReader
@@ -123,24 +122,18 @@ def require_base_of_adapter(lora: LoraConfig | None, model: ModelConfig, key: st
         )
 
 
-def _model_files(config: object, key: str = "") -> Iterator[tuple[str, list[Path]]]:
+def _model_files(config: Config) -> Iterator[tuple[str, list[Path]]]:
     """Yields (config key of a path, its files), for every ModelConfig in a config."""
-    if isinstance(config, ModelConfig):
-        own_tokenizer = _TOKENIZER if config.tokenizer_path is None else ()
+    for key, model in parts_of(config, ModelConfig):
+        own_tokenizer = _TOKENIZER if model.tokenizer_path is None else ()
         yield (
             f"{key}.path",
-            _of_folder(_model_folder(config.path), (*_CONFIGS, *PROCESSOR_FILES, *own_tokenizer), weights=True),
+            _of_folder(_model_folder(model.path), (*_CONFIGS, *PROCESSOR_FILES, *own_tokenizer), weights=True),
         )
-        if config.tokenizer_path is not None:
-            yield f"{key}.tokenizer_path", _of_folder(Path(config.tokenizer_path), _TOKENIZER, weights=False)
-        if config.chat_template is not None and Path(config.chat_template).is_file():
-            yield f"{key}.chat_template", [Path(config.chat_template)]
-    elif isinstance(config, Config):
-        for name in type(config).model_fields:
-            yield from _model_files(getattr(config, name), f"{key}.{name}" if key else name)
-    elif isinstance(config, list):
-        for place, one in enumerate(config):
-            yield from _model_files(one, f"{key}.{place}")
+        if model.tokenizer_path is not None:
+            yield f"{key}.tokenizer_path", _of_folder(Path(model.tokenizer_path), _TOKENIZER, weights=False)
+        if model.chat_template is not None and Path(model.chat_template).is_file():
+            yield f"{key}.chat_template", [Path(model.chat_template)]
 
 
 def _model_folder(path: str) -> Path | None:

@@ -10,12 +10,14 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from shardwise.config import ConfigError, RecipeConfig
+from shardwise.config import ConfigError, RecipeConfig, leaves
 from shardwise.console import listed
 from shardwise.controller.process_group import Rank
 from shardwise.recipes.checkpointing.fingerprints import model_fingerprints
 
 _PACKAGE = Path(__file__).parents[2]
+_FILES = "the files of "
+"""How the names of what one rank of each host has alone begin."""
 
 Identity = dict[str, Any]
 """Name in errors -> value: `{"the code of shardwise": "5d41...", "trainer.seed": 0, "the files of model.path":
@@ -31,9 +33,9 @@ def identity_of(config: RecipeConfig | None, rank: Rank) -> Identity:
     identity: Identity = {f"the release of {name}": version(name) for name in ("torch", "transformers")}
     identity["the code of shardwise"] = _code_digest()
     if config is not None:
-        identity |= _by_key(config.model_dump(mode="json"))
+        identity |= leaves(config.model_dump(mode="json"))
         if rank.local_rank == 0:
-            identity |= {f"the files of {key}": files for key, files in model_fingerprints(config).items()}
+            identity |= {f"{_FILES}{key}": files for key, files in model_fingerprints(config).items()}
     return identity
 
 
@@ -51,12 +53,14 @@ def require_same_identity(rank: Rank, store: dist.Store, identity: Identity) -> 
 
 
 def _difference(rank: Rank, identity: Identity, host: str, expected: Identity) -> str:
-    """Says in words what both have and differs; empty if nothing does."""
+    """Says in words what differs; empty if nothing does. Files count where both have looked at them, and a key that one
+    has alone as null for the other: it is in a group, or in an entry of a list, that the other's config lacks."""
     own: Identity = json.loads(json.dumps(identity))
-    different = [name for name in own if name in expected and own[name] != expected[name]]
+    names = [name for name in expected | own if not name.startswith(_FILES) or (name in own and name in expected)]
+    different = [name for name in names if own.get(name) != expected.get(name)]
     if not different:
         return ""
-    shown = listed([_shown(name, own[name], expected[name]) for name in different])
+    shown = listed([_shown(name, own.get(name), expected.get(name)) for name in different])
     return (
         f"rank {rank.rank} on {socket.gethostname()} differs from rank 0 on {host} in {shown}; start the same "
         "command with the same code, packages and model folders on every host"
@@ -64,19 +68,9 @@ def _difference(rank: Rank, identity: Identity, host: str, expected: Identity) -
 
 
 def _shown(name: str, own: Any, other: Any) -> str:
-    if isinstance(own, list | dict) or name.startswith("the code"):
+    if isinstance(own or other, list | dict) or name.startswith("the code"):
         return name
     return f"{name} ({own} and {other})"
-
-
-def _by_key(tree: Any, key: str = "") -> Identity:
-    """Returns dotted key -> value, for the leaves of a config."""
-    if not isinstance(tree, dict) or not tree:
-        return {key: tree}
-    found: Identity = {}
-    for name, inner in tree.items():
-        found |= _by_key(inner, f"{key}.{name}" if key else name)
-    return found
 
 
 def _code_digest() -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from tiny_models import tiny_model
 
-from shardwise.config import ConfigError, SFTConfig
+from shardwise.config import ConfigError, RLConfig, SFTConfig
 from shardwise.controller.process_group import Rank
 from shardwise.recipes.rank import identity as module
 from shardwise.recipes.rank.identity import identity_of, require_same_identity
@@ -27,7 +27,7 @@ def meet():
     def compare(first, other, rank=SECOND):
         store = dist.HashStore()
         store.set_timeout(timedelta(seconds=20))
-        identities = {one: first if one == FIRST else other if one == rank else {} for one in (FIRST, SECOND, BESIDE)}
+        identities = {one: other if one == rank else first for one in (FIRST, SECOND, BESIDE)}
         with ThreadPoolExecutor(3) as threads:
             calls = [threads.submit(require_same_identity, one, store, found) for one, found in identities.items()]
         errors = {str(call.exception()) for call in calls}
@@ -58,6 +58,37 @@ def test_keys_that_differ_are_named_with_both_values_and_both_hosts(meet, model)
     assert str(caught.value).startswith(f"rank 2 on {host} differs from rank 0 on {host} in trainer.")
     assert "trainer.learning_rate (0.5 and " in str(caught.value)
     assert " and 1 more; start the same command with the same code, packages and model folders" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [({"lora": {"rank": 4}}, "engine.lora.rank (4 and None)"), ({}, "engine.lora.rank (None and 4)")],
+)
+def test_a_group_that_one_rank_has_alone_is_a_difference(meet, model, engine, told):
+    tree = {"model": {"path": str(model)}, "data": {"train_files": "a.jsonl"}}
+    own, other = (tree | {"engine": one} for one in (engine, {} if engine else {"lora": {"rank": 4}}))
+    with pytest.raises(ConfigError) as caught:
+        meet(*(identity_of(SFTConfig.parse(one, origin="test"), rank) for one, rank in ((other, FIRST), (own, SECOND))))
+    assert told in str(caught.value)
+
+
+def test_entries_of_a_list_are_compared_one_by_one(meet, model):
+    def judged_by(*functions):
+        tree = {
+            "model": {"path": str(model)},
+            "data": {"train_files": "a.jsonl"},
+            "reward": {"functions": [*functions]},
+        }
+        return RLConfig.parse(tree, origin="test")
+
+    first = identity_of(judged_by("a:b", {"function": "c:d", "weight": 2}), FIRST)
+    for other, told in (
+        (judged_by("a:b", "c:d"), "reward.functions.1.weight (1.0 and 2.0);"),
+        (judged_by("a:b"), "reward.functions.1.type (None and function), "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            meet(first, identity_of(other, SECOND))
+        assert f"in {told}" in str(caught.value)
 
 
 def test_another_model_under_the_same_path_is_noticed_by_one_rank_of_a_host(meet, model):
