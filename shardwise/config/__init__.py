@@ -84,7 +84,7 @@ from shardwise.config.resume import (
     without_places,
 )
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
-from shardwise.config.rl import LARGEST_TOP_K, RolloutConfig, SamplingConfig
+from shardwise.config.rollout import LARGEST_TOP_K, RolloutConfig, SamplingConfig
 from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig
 from shardwise.config.rollout_engine import EmbeddedRollout, EngineProcessConfig, SglangRollout, VllmRollout
 from shardwise.config.temperature import LARGEST_TEMPERATURE, LEAST_TEMPERATURE

@@ -35,7 +35,7 @@ from shardwise.config.preference import (
     RewardModelLoss,
 )
 from shardwise.config.reward import RewardConfig
-from shardwise.config.rl import RolloutConfig, SamplingConfig
+from shardwise.config.rollout import RolloutConfig, SamplingConfig
 from shardwise.config.rollout_engine import VllmRollout
 from shardwise.config.trainer import (
     BatchTrainerConfig,

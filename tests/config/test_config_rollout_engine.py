@@ -80,31 +80,11 @@ def test_an_override_chooses_the_engine():
         ({"engine": {"process": {"restarts": 3}}}, "max_restarts"),
         ({"engine": {"type": "sglang", "mem_fraction_static": 1.0}}, "less than 1"),
         ({"engine": {"type": "sglang", "sleep_level": 3}}, "0, 1 or 2"),
-        ({"engine": "sglang", "bad_token_ids": [5]}, "bad_token_ids with engine=sglang: it can give no logprobs"),
-        ({"engine": "sglang", "min_p": 0.1}, r"min_p=0\.1 with engine=sglang: it cannot draw so"),
-        ({"engine": "vllm", "temperature": 0.005}, "would sample at 0.01 without a word"),
-        ({"engine": "vllm", "temperature": 2.5}, "engine=vllm samples at 2 at most"),
-        ({"engine": "vllm", "temperature": 0.7, "top_p": 0.9, "top_k": 5}, "top_k, top_p with temperature=0.7"),
-        ({"engine": "vllm", "temperature": 0.7, "min_p": 0.1}, "min_p with temperature=0.7"),
-        ({"engine": "vllm", "temperature": 1.2, "bad_token_ids": [5]}, "bad_token_ids with temperature=1.2"),
     ],
 )
 def test_what_cannot_work_is_refused(rollout, message):
     with pytest.raises(ConfigError, match=message):
         parse(**rollout)
-
-
-@pytest.mark.parametrize(
-    "rollout",
-    [
-        {"engine": "vllm", "top_p": 0.9, "top_k": 5, "min_p": 0.1, "bad_token_ids": [5]},
-        {"engine": "vllm", "temperature": 0.7},
-        {"engine": "embedded", "temperature": 0.7, "top_p": 0.9},
-        {"engine": "sglang", "temperature": 0.7, "top_p": 0.9, "top_k": 5},
-    ],
-)
-def test_logprobs_of_the_policy_can_be_had_at_temperature_one_or_with_nothing_left_out(rollout):
-    assert parse(**rollout).temperature == rollout.get("temperature", 1.0)
 
 
 @pytest.mark.parametrize(("type_", "key"), [("vllm", "max_model_len"), ("sglang", "context_length")])
