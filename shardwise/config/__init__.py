@@ -2,6 +2,7 @@
 
 from shardwise.config.algorithm import AlgorithmConfig, ClipCov, Gae, Gdpo, Gigpo, KlCov, SeqMeanTokenSumNorm
 from shardwise.config.base import Choice, Config, key_paths, leaves, parts_of
+from shardwise.config.command import TeacherConfig, longest_sequence
 from shardwise.config.custom import Custom
 from shardwise.config.data import (
     DataConfig,
@@ -23,6 +24,7 @@ from shardwise.config.engine import (
     ModulePrecisionConfig,
     OptimizerConfig,
     WrapPolicyConfig,
+    frozen_layout,
 )
 from shardwise.config.environment import (
     AgentEnvironment,
@@ -61,19 +63,14 @@ from shardwise.config.preference import (
 )
 from shardwise.config.recipes import (
     RECIPES,
-    CriticConfig,
     DistillConfig,
     EvalConfig,
     EvalSettings,
     PreferenceConfig,
     RecipeConfig,
     RewardModelConfig,
-    RLConfig,
     SFTConfig,
-    SourceTeacherConfig,
-    TeacherConfig,
     TrainingConfig,
-    longest_sequence,
 )
 from shardwise.config.resume import (
     allows_other_rows,
@@ -84,6 +81,7 @@ from shardwise.config.resume import (
     without_places,
 )
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig
+from shardwise.config.rl import CriticConfig, RLConfig, SourceTeacherConfig
 from shardwise.config.rollout import LARGEST_TOP_K, RolloutConfig, SamplingConfig
 from shardwise.config.rollout_correction import MismatchRejection, RatioWeights, RolloutCorrectionConfig
 from shardwise.config.rollout_engine import EmbeddedRollout, EngineProcessConfig, SglangRollout, VllmRollout

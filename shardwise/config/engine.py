@@ -313,6 +313,12 @@ class EngineConfig(LayoutConfig):
         return self
 
 
+def frozen_layout(given: FrozenEngineConfig | None, trained: EngineConfig) -> FrozenEngineConfig:
+    """Returns the layout of a frozen model that works beside a trained one: the given one, or else that of the trained
+    one."""
+    return trained.frozen() if given is None else given
+
+
 class OptimizerConfig(Config):
     """The optimizer, its schedule, and the guards around a step."""
 

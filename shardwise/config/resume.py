@@ -7,7 +7,8 @@ from typing import Any
 from shardwise.config.base import below, key_paths, leaves
 from shardwise.config.engine import OptimizerConfig
 from shardwise.config.errors import ConfigError
-from shardwise.config.recipes import RLConfig, TrainingConfig
+from shardwise.config.recipes import TrainingConfig
+from shardwise.config.rl import RLConfig
 
 _ENGINES = ("engine", "reference", "critic.engine", "teacher.engine", "teachers.engine", "reward.functions.engine")
 _LAYOUT_KEYS = (

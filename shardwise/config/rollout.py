@@ -160,20 +160,6 @@ class RolloutConfig(SamplingConfig):
         return self
 
     @model_validator(mode="after")
-    def _adapters_have_a_place(self) -> Self:
-        if self.sync_adapter_only and isinstance(self.engine, SglangRollout):
-            raise ValueError(
-                "sync_adapter_only=true with engine=sglang, which takes whole models; set engine=embedded or vllm, or "
-                "sync_adapter_only=false"
-            )
-        if self.sync_adapter_only and isinstance(self.engine, VllmRollout) and self.engine.sleep_level == 2:
-            raise ValueError(
-                "sync_adapter_only=true with engine.sleep_level=2, which drops the model that no weight sync would "
-                "bring again; set engine.sleep_level=1, or sync_adapter_only=false"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _experts_can_be_replayed(self) -> Self:
         if not self.router_replay:
             return self

@@ -22,7 +22,8 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
     rows = open_rows(supervised_samples, config.data, trainer, model, companions=[teacher_model])
     if is_finished("distill", config, total_steps=rows.total_steps):
         return
-    teacher = build_engine(group, "teacher", EngineSource(model=teacher_model.config, layout=config.teacher_layout()))
+    source = EngineSource(model=teacher_model.config, layout=config.teacher.layout(config.engine))
+    teacher = build_engine(group, "teacher", source)
     student = build_engine(
         group,
         "student",

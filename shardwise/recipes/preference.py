@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from shardwise.config import DataError, PreferenceConfig
+from shardwise.config import DataError, PreferenceConfig, frozen_layout
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import labelled_samples, mismatched, preference_pairs
 from shardwise.recipes.engine_source import EngineSource
@@ -72,7 +72,8 @@ class Reference:
         self.engines: list[RemoteEngine] = []
         """The frozen engines that were built for it."""
         if config.has_reference_engine:
-            source = EngineSource(model=policy.source.model, layout=config.reference_layout())
+            layout = frozen_layout(config.reference, config.engine)
+            source = EngineSource(model=policy.source.model, layout=layout)
             self._scorer = build_engine(policy.group, "reference", source)
             self.engines.append(self._scorer)
 

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardwise.config import ConfigError, RLConfig, RolloutConfig, SglangRollout, VllmRollout, longest_sequence
+from shardwise.config import (
+    ConfigError,
+    RLConfig,
+    RolloutConfig,
+    SglangRollout,
+    VllmRollout,
+    frozen_layout,
+    longest_sequence,
+)
 from shardwise.controller.base import WorkerGroup
 from shardwise.model_config import read_model_config
 from shardwise.recipes.engine_source import EngineSource
@@ -80,13 +88,14 @@ def build_engines(
             raise ConfigError(str(error)) from None
     engines = Engines(_build_policy(config, model, group, total_steps))
     if config.algorithm.kl_coef > 0 and config.engine.lora is None:  # else it is the policy without its adapter
-        source = EngineSource(model=model.config, layout=config.reference_layout(), temperature=temperature)
+        layout = frozen_layout(config.reference, config.engine)
+        source = EngineSource(model=model.config, layout=layout, temperature=temperature)
         engines.reference = build_engine(group, "reference", source)
     if config.critic is not None:
         critic = model if companions.critic is None else companions.critic
         engines.critic = _build_critic(config, critic, group, total_steps)
     for number, (teacher, opened) in enumerate(zip(config.teachers, companions.teachers, strict=True)):
-        source = EngineSource(model=opened.config, layout=config.teacher_layout(teacher), temperature=temperature)
+        source = EngineSource(model=opened.config, layout=teacher.layout(config.engine), temperature=temperature)
         engines.teachers[teacher.data_source] = build_engine(group, f"teacher {number}", source)
     return engines
 
@@ -114,7 +123,12 @@ def _build_critic(config: RLConfig, model: OpenedModel, group: WorkerGroup, tota
     critic = build_engine(
         group,
         "critic",
-        EngineSource(model=model.config, layout=config.critic_layout(), head="token_values", seed=config.trainer.seed),
+        EngineSource(
+            model=model.config,
+            layout=config.critic.layout(config.engine),
+            head="token_values",
+            seed=config.trainer.seed,
+        ),
         optimizer=config.critic.optimizer,
         optimizer_key="critic.optimizer",
         total_steps=total_steps * config.algorithm.num_updates,

@@ -369,7 +369,6 @@ def test_the_policy_scores_before_it_moves_only_where_something_needs_it(tree, e
         (OverlongConfig, "factor", 0),
         (OverlongConfig, "buffer_tokens", 0),
         (ClippedValueLoss, "clip", 0),
-        (CriticConfig, "critic_warmup_steps", -1),
         (SeqMeanTokenSumNorm, "divisor", 0),
         (AlgorithmConfig, "kl_coef", -0.1),
         (AlgorithmConfig, "kl_in", "both"),

@@ -2,6 +2,9 @@ import pytest
 
 from shardwise.config import (
     ConfigError,
+    DistillConfig,
+    PreferenceConfig,
+    RewardModelConfig,
     RLConfig,
     SFTConfig,
     allows_other_rows,
@@ -9,7 +12,6 @@ from shardwise.config import (
     key_paths,
     require_known_keys,
 )
-from shardwise.config.recipes import DistillConfig, PreferenceConfig, RewardModelConfig
 from shardwise.config.resume import LENGTH_KEYS, MAY_CHANGE
 
 TRAINING = (SFTConfig, PreferenceConfig, RewardModelConfig, DistillConfig, RLConfig)
@@ -164,5 +166,5 @@ def test_a_run_keeps_the_layout_that_its_config_spells_out():
     tree["reference"]["param_dtype"] = "float32"
     spelt_out = RLConfig.parse(tree, origin="test")
     assert changes_that_matter(tree, spelt_out, allowed=[]) == {}
-    assert spelt_out.reference_layout().param_dtype == "float32"
+    assert spelt_out.reference.param_dtype == "float32"
     assert changes_that_matter(tree, now, allowed=[]) == {"reference.param_dtype": ("float32", "bfloat16")}

@@ -262,7 +262,7 @@ def test_sequences_that_would_change_the_rotary_frequencies_of_others_are_refuse
     parts = ["49", "48", "original_max_position_embeddings, as with rope_type longrope", "lower it"]
     assert_one_line(sft(model__path=model, data__max_sequence_tokens=49), "data.max_sequence_tokens = 49", *parts)
     done = rl(model__path=model, data__max_prompt_tokens=40, rollout__max_response_tokens=9)
-    assert_one_line(done, r"data.max_prompt_tokens \+ rollout.max_response_tokens = 49", *parts)
+    assert_one_line(done, r"data.max_prompt_tokens=40 \+ rollout.max_response_tokens=9 = 49", *parts)
     assert not (tmp_path / "run").exists()
     assert sft(model__path=model, data__max_sequence_tokens=48).code == 0
 

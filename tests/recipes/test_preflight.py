@@ -307,7 +307,7 @@ def limits(recipe, num_tokens):
     """The keys that allow a recipe sequences of so many tokens, and them in a config."""
     if recipe in ("rl", "eval"):
         lengths = {"data": {"max_prompt_tokens": 60}, "rollout": {"max_response_tokens": num_tokens - 60}}
-        return "data.max_prompt_tokens + rollout.max_response_tokens", lengths
+        return f"data.max_prompt_tokens=60 + rollout.max_response_tokens={num_tokens - 60}", lengths
     return "data.max_sequence_tokens", {"data": {"max_sequence_tokens": num_tokens}}
 
 
