@@ -48,10 +48,8 @@ class SamplingConfig(Config):
     (type: tools), or an agent that asks for the turns (type: agent). null: a completion is one turn."""
 
     @model_validator(mode="after")
-    def _logprobs_are_of_the_policy(self) -> Self:
-        """Refuses what vLLM cannot do: it gives logprobs either at temperature 1 before any token is left out, or at
-        the temperature after that."""
-        if not isinstance(self.engine, VllmRollout) or self.temperature == 1:
+    def _vllm_can_sample_so(self) -> Self:
+        if not isinstance(self.engine, VllmRollout):
             return self
         if self.temperature < VLLM_LEAST_TEMPERATURE:
             raise ValueError(
@@ -63,10 +61,14 @@ class SamplingConfig(Config):
                 f"temperature={self.temperature:g}: engine=vllm samples at {VLLM_LARGEST_TEMPERATURE} at most; use "
                 "that, or engine=embedded"
             )
-        restricting = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
-        given = [name for name, restricts in (restricting | {"bad_token_ids": bool(self.bad_token_ids)}).items()
-                 if restricts]  # fmt: skip
-        if given:
+        restricting = {
+            "top_k": self.top_k > 0,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+            "bad_token_ids": bool(self.bad_token_ids),
+        }
+        given = [name for name, restricts in restricting.items() if restricts]
+        if given and not self.engine.may_ban_tokens(self.temperature):
             raise ValueError(
                 f"{', '.join(given)} with temperature={self.temperature:g}: engine=vllm can give no logprobs of the "
                 f"policy at a temperature once tokens are left out; set temperature=1, remove {', '.join(given)}, or "
@@ -76,11 +78,9 @@ class SamplingConfig(Config):
 
     @model_validator(mode="after")
     def _sglang_can_sample_so(self) -> Self:
-        """Refuses what SGLang cannot do: it leaves bad tokens out before it takes logprobs, and cannot draw by min_p
-        from a request's own seed."""
         if not isinstance(self.engine, SglangRollout):
             return self
-        if self.bad_token_ids:
+        if self.bad_token_ids and not self.engine.may_ban_tokens(self.temperature):
             raise ValueError(
                 "bad_token_ids with engine=sglang: it can give no logprobs of the policy once tokens are left out that "
                 "way; remove bad_token_ids, or use engine=embedded"

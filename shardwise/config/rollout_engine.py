@@ -45,6 +45,11 @@ class _RolloutEngine(Choice):
         """How many neighboring ranks form one engine, and are sent the same requests."""
         return 1
 
+    def may_ban_tokens(self, temperature: float) -> bool:
+        """Whether some tokens can be kept from being drawn at a temperature, with logprobs that are still of the
+        policy."""
+        return True
+
 
 class _CachingEngine(_RolloutEngine):
     """Engines that keep a prefix cache."""
@@ -123,6 +128,11 @@ class VllmRollout(_CachingEngine):
         """See `_RolloutEngine.ranks_per_engine`."""
         return self.tensor_parallel_size if self.process is None else 1
 
+    def may_ban_tokens(self, temperature: float) -> bool:
+        """See `_RolloutEngine.may_ban_tokens`. vLLM gives logprobs at temperature 1 before any token is left out, and
+        at others after that."""
+        return temperature == 1
+
     @property
     def has_workers(self) -> bool:
         """Whether vLLM computes in processes that it starts itself."""
@@ -159,6 +169,10 @@ class SglangRollout(_CachingEngine):
     def context_limit(self) -> tuple[str, int] | None:
         """See `_RolloutEngine.context_limit`."""
         return _limit_in(self.args, "context_length")
+
+    def may_ban_tokens(self, temperature: float) -> bool:
+        """See `_RolloutEngine.may_ban_tokens`. SGLang leaves tokens out before it takes logprobs."""
+        return False
 
 
 def _limit_in(args: dict[str, Any], key: str) -> tuple[str, int] | None:

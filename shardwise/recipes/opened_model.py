@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import ConfigError, EmbeddedRollout, ModelConfig, ModelError, SamplingConfig, VllmRollout
+from shardwise.config import ConfigError, EmbeddedRollout, ModelConfig, ModelError, SamplingConfig, SglangRollout
 from shardwise.console import warn
 from shardwise.data import Vision, WordsAlone, check_vocabulary, load_tokenizer
 from shardwise.data.chat import turn_end_id
@@ -74,25 +74,14 @@ class OpenedModel:
         if rollout.environment is not None:
             return None
         match rollout.engine, self.vision:
-            case EmbeddedRollout() | VllmRollout(), WordsAlone() | None:
+            case SglangRollout(), _:
+                return None
+            case (EmbeddedRollout(), _) | (_, WordsAlone() | Vision(finds_positions=True) | None):
                 return self.vision
-            case VllmRollout(), Vision(finds_positions=False):
-                family = read_model_config(self.folder).model_type
-                return WordsAlone(
-                    f"rollout.engine=vllm is not given images of the family {family}; use rollout.engine=embedded"
-                )
-            case EmbeddedRollout() | VllmRollout(), _:
-                return self.vision
-        return None
-
-    def require_media_banned(self, rollout: SamplingConfig) -> None:
-        """Raises ConfigError: the engine may draw tokens that stand for images, which could not be trained on."""
-        if isinstance(rollout.engine, VllmRollout) and rollout.temperature != 1 and self.media_token_ids:
-            raise ConfigError(
-                f"rollout.temperature={rollout.temperature:g} with engine=vllm and a model that sees images: vLLM "
-                "gives logprobs of the policy there only if it may draw every token, those of images too; set "
-                "rollout.temperature=1, or use rollout.engine=embedded"
-            )
+        family = read_model_config(self.folder).model_type
+        return WordsAlone(
+            f"rollout.engine=vllm is not given images of the family {family}; use rollout.engine=embedded"
+        )
 
     def warn_of_endless_turns(self, rollout: SamplingConfig) -> None:
         """Warns if the token that ends turns in the chat template does not end completions."""

@@ -9,7 +9,6 @@ from shardwise.config import (
     RLConfig,
     RolloutConfig,
     SglangRollout,
-    VllmRollout,
     frozen_layout,
     longest_sequence,
 )
@@ -49,23 +48,26 @@ def open_companions(config: RLConfig, policy: OpenedModel) -> Companions:
 
 def without_media(rollout: RolloutConfig, policy: OpenedModel, companions: Companions) -> RolloutConfig:
     """Returns the rollout config with the companions' media tokens banned too; the engine bans the policy's itself.
+    SGLang, which bans none, samples from a policy that sees images all the same: there no row has any.
 
     Raises:
-        ConfigError: the engine may draw them.
+        ConfigError: the engine may draw tokens that stand for images, which could not be trained on.
     """
     vocab_size = read_model_config(policy.folder).get_text_config().vocab_size
-    others = companions.media_token_ids.difference(policy.media_token_ids, rollout.bad_token_ids)
+    own, engine = policy.media_token_ids, rollout.engine
+    others = companions.media_token_ids.difference(own, rollout.bad_token_ids)
     banned = sorted(token_id for token_id in others if token_id < vocab_size)
-    if not banned:
-        return rollout
-    engine = rollout.engine
-    if isinstance(engine, SglangRollout) or (isinstance(engine, VllmRollout) and rollout.temperature != 1):
+    if engine.may_ban_tokens(rollout.temperature):
+        return rollout.model_copy(update={"bad_token_ids": [*rollout.bad_token_ids, *banned]})
+    drawn = banned if isinstance(engine, SglangRollout) else [*own, *banned]
+    if drawn:
+        token, whose = drawn[0], "the policy" if drawn[0] in own else "critic.model or a teacher"
         raise ConfigError(
-            f"{policy.tokenizer.convert_ids_to_tokens(banned[0])} stands for parts of images to critic.model or a "
-            f"teacher, and engine={engine.type} with rollout.temperature={rollout.temperature:g} gives logprobs of the "
-            "policy only if it may draw every token; use rollout.engine=embedded, or vllm with rollout.temperature=1"
+            f"{policy.tokenizer.convert_ids_to_tokens(token)} stands for parts of images to {whose}, and "
+            f"engine={engine.type} with rollout.temperature={rollout.temperature:g} gives logprobs of the policy only "
+            "if it may draw every token; use rollout.engine=embedded, or vllm with rollout.temperature=1"
         )
-    return rollout.model_copy(update={"bad_token_ids": [*rollout.bad_token_ids, *banned]})
+    return rollout
 
 
 def build_engines(

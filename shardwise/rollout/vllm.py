@@ -130,7 +130,7 @@ class VllmEngine:
         is_composite = text_config is not skeleton.config  # vLLM prepares its processor then
         check_vllm(device, has_images=shows_images(skeleton))
         has_raw_logprobs = temperature == 1
-        if has_raw_logprobs:  # else vLLM gives none of the policy's once a token is left out
+        if config.may_ban_tokens(temperature):
             bad_token_ids = [*bad_token_ids, *media_token_ids(skeleton.config)]
         own = own_arguments(
             folder,

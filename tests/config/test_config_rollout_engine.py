@@ -11,6 +11,7 @@ from shardwise.config import (
     VllmRollout,
 )
 
+KINDS = ("embedded", "vllm", "sglang")
 TREE = {"model": {"path": "m"}, "data": {"train_files": "a.jsonl"}, "reward": {"functions": "a.py:b"}}
 
 
@@ -46,6 +47,11 @@ def test_a_model_is_cut_over_neighbouring_ranks_or_over_workers_of_each():
         sizes[name] = (found.tensor_parallel_size, found.ranks_per_engine)
     assert sizes == {"cut": (2, 2), "workers": (2, 1), "whole": (1, 1)}
     assert {parse(engine=engine).engine.ranks_per_engine for engine in ("embedded", "sglang")} == {1}
+
+
+def test_tokens_are_banned_where_logprobs_stay_those_of_the_policy():
+    found = {kind: [parse(engine=kind).engine.may_ban_tokens(t) for t in (1.0, 0.7)] for kind in KINDS}
+    assert found == {"embedded": [True, True], "vllm": [True, False], "sglang": [False, False]}
 
 
 def test_an_override_chooses_the_engine():

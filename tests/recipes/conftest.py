@@ -31,7 +31,7 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-MEDIA = {"policy": ["1"], "critic": ["6"], "teacher": ["7"]}
+MEDIA = {"policy": ["1"], "critic": ["6"], "teacher": ["7"], "blind": []}
 """The texts that stand for images to the model in the folder of this name."""
 
 

@@ -120,25 +120,18 @@ def test_a_config_that_is_wrong_is_named_before_a_tokenizer_is_missed(folder, ke
         open_folder(folder)
 
 
-def test_sampling_that_would_draw_tokens_of_images_is_refused(folder):
-    sampling = SamplingConfig(engine="vllm", temperature=0.7)
-    open_folder(folder).require_media_banned(sampling)
-    config = json.loads((folder / "config.json").read_text())
-    seeing = tiny_vision_model("qwen3_vl", vocab_size=config["vocab_size"]).config
-    seeing.save_pretrained(folder)
-    sees = open_folder(folder)
-    with pytest.raises(ConfigError, match=r"rollout\.temperature=0\.7 with engine=vllm and a model that sees images"):
-        sees.require_media_banned(sampling)
-    sees.require_media_banned(SamplingConfig(engine="vllm"))
-    sees.require_media_banned(SamplingConfig(temperature=0.7))
-
-
 def test_images_are_refused_with_their_row_where_vllm_is_not_given_those_of_the_family(tmp_path):
     tiny_vision_model("exaone4_5").config.save_pretrained(tmp_path)
     vision = Vision(None, None, 5, None, None)
     opened = OpenedModel(ModelConfig(path=str(tmp_path)), tmp_path, None, vision, None)
     assert opened.vision_in(SamplingConfig(engine={"type": "embedded"})) is vision
+    assert opened.vision_in(SamplingConfig(engine="sglang")) is None
+    assert opened.vision_in(SamplingConfig(environment="a.py:Game")) is None
+    assert replace(opened, vision=None).vision_in(SamplingConfig(engine="vllm")) is None
+    placed = Vision(None, None, 5, None, lambda: None)
+    assert replace(opened, vision=placed).vision_in(SamplingConfig(engine="vllm")) is placed
     shown = opened.vision_in(SamplingConfig(engine={"type": "vllm"}))
+    assert replace(opened, vision=shown).vision_in(SamplingConfig(engine="vllm")) is shown
     row = Row({"images": ["a.png"]}, "a.jsonl line 1", "a", tmp_path)
     with pytest.raises(
         DataError, match=r"^a\.jsonl line 1: .* not given images of the family exaone4_5; use rollout\."

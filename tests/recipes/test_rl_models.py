@@ -180,14 +180,35 @@ def test_the_policys_loss_is_bound_with_the_coefficient(built):
     ],
 )
 def test_engines_that_cannot_leave_them_out_are_refused(media_folder, rollout, is_refused):
-    policy, critic = (open_model(ModelConfig(path=media_folder(name))) for name in ("policy", "critic"))
+    blind, critic = (open_model(ModelConfig(path=media_folder(name))) for name in ("blind", "critic"))
     settings = RolloutConfig(**rollout)
-    assert without_media(settings, policy, Companions()) == settings
-    assert without_media(settings, policy, Companions(critic=policy)) == settings
+    assert without_media(settings, blind, Companions()) == settings
     with pytest.raises(ConfigError) if is_refused else nullcontext() as error:
-        without_media(settings, policy, Companions(teachers=[critic]))
+        without_media(settings, blind, Companions(teachers=[critic]))
     if is_refused:
         assert str(error.value).startswith(
             f"6 stands for parts of images to critic.model or a teacher, and engine={rollout['engine']} with "
             f"rollout.temperature={settings.temperature:g} gives logprobs of the policy only if it may draw every token"
         )
+
+
+@pytest.mark.parametrize(
+    ("rollout", "is_refused"),
+    [
+        ({"engine": "vllm"}, False),
+        ({"engine": "vllm", "temperature": 0.7}, True),
+        ({"engine": "sglang"}, False),
+        ({"temperature": 0.7}, False),
+    ],
+)
+def test_engines_ban_what_stands_for_images_to_the_policy_themselves(media_folder, rollout, is_refused):
+    policy, settings = open_model(ModelConfig(path=media_folder("policy"))), RolloutConfig(**rollout)
+    for companions in (Companions(), Companions(critic=policy)):
+        with pytest.raises(ConfigError) if is_refused else nullcontext() as error:
+            assert without_media(settings, policy, companions) == settings
+        if is_refused:
+            assert str(error.value) == (
+                "1 stands for parts of images to the policy, and engine=vllm with rollout.temperature=0.7 gives "
+                "logprobs of the policy only if it may draw every token; use rollout.engine=embedded, or vllm with "
+                "rollout.temperature=1"
+            )
