@@ -7,7 +7,14 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from shardwise.config.base import Config
 from shardwise.config.environment import EnvironmentConfig
 from shardwise.config.placement import Colocated, Placement, Split
-from shardwise.config.rollout_engine import EmbeddedRollout, RolloutEngineConfig, SglangRollout, VllmRollout
+from shardwise.config.rollout_engine import (
+    SGLANG_BANS_NO_TOKENS,
+    SGLANG_TAKES_NO_MIN_P,
+    EmbeddedRollout,
+    RolloutEngineConfig,
+    SglangRollout,
+    VllmRollout,
+)
 from shardwise.config.temperature import Temperature
 
 VLLM_LEAST_TEMPERATURE = 0.01
@@ -81,15 +88,9 @@ class SamplingConfig(Config):
         if not isinstance(self.engine, SglangRollout):
             return self
         if self.bad_token_ids and not self.engine.may_ban_tokens(self.temperature):
-            raise ValueError(
-                "bad_token_ids with engine=sglang: it can give no logprobs of the policy once tokens are left out that "
-                "way; remove bad_token_ids, or use engine=embedded"
-            )
+            raise ValueError(SGLANG_BANS_NO_TOKENS)
         if self.min_p:
-            raise ValueError(
-                f"min_p={self.min_p:g} with engine=sglang: it cannot draw so from a seed of each request; set min_p=0, "
-                "or use engine=embedded"
-            )
+            raise ValueError(f"min_p={self.min_p:g} {SGLANG_TAKES_NO_MIN_P}")
         return self
 
 

@@ -6,6 +6,14 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from shardwise.config.base import Arguments, Choice, Config, Deadline, PathText, by_type
 
+SGLANG_BANS_NO_TOKENS = (
+    "bad_token_ids with engine=sglang: it can give no logprobs of the policy once tokens are left out that way; remove "
+    "bad_token_ids, or use engine=embedded"
+)
+SGLANG_TAKES_NO_MIN_P = (
+    "with engine=sglang: it cannot draw so from a seed of each request; set min_p=0, or use engine=embedded"
+)
+
 
 class EngineProcessConfig(Config):
     """The engine in a process of its own, which may die or hang without its rank: another process takes its place, with

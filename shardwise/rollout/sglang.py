@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from shardwise.checksum import checksums
 from shardwise.config import ConfigError, ModelError, SglangRollout, TrainingError
+from shardwise.config.rollout_engine import SGLANG_BANS_NO_TOKENS, SGLANG_TAKES_NO_MIN_P
 from shardwise.ops import ModuleTrace
 from shardwise.rollout.own_arguments import OwnArgument
 from shardwise.rollout.readiness import Readiness
@@ -86,10 +87,7 @@ class SglangEngine:
         skeleton = load_skeleton(folder, dtype)
         require_words(stop_token_ids, bad_token_ids, skeleton.config.get_text_config().vocab_size)
         if bad_token_ids:
-            raise ConfigError(
-                "rollout.bad_token_ids with engine=sglang: it can give no logprobs of the policy once tokens are left "
-                "out that way; remove them, or use rollout.engine=embedded"
-            )
+            raise ConfigError(f"rollout.{SGLANG_BANS_NO_TOKENS}")
         _require_same_ends(folder, skeleton)
         _require_room(Path(config.weights_folder), sum(tensor.nbytes for _, tensor in served_by(skeleton)))
         own = {
@@ -289,9 +287,7 @@ def _require_possible(request: GenerateRequest) -> None:
             f"{request.uid} has images, which Shardwise does not pass on to SGLang; use rollout.engine=embedded or vllm"
         )
     if request.temperature and request.min_p:
-        raise ConfigError(
-            f"min_p={request.min_p:g} in a request to SGLang, which cannot draw so from a seed of each request"
-        )
+        raise ConfigError(f"{request.uid} has min_p={request.min_p:g} {SGLANG_TAKES_NO_MIN_P}")
 
 
 def _require_same_ends(folder: Path, skeleton: PreTrainedModel) -> None:

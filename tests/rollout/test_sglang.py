@@ -60,7 +60,7 @@ def test_requests_travel_as_sglang_takes_them(sglang_engine, sglang_journal):
 
 
 def test_what_sglang_cannot_sample_or_show_is_refused(sglang_engine):
-    with pytest.raises(ConfigError, match=r"min_p=0\.1 in a request to SGLang"):
+    with pytest.raises(ConfigError, match=r"a has min_p=0\.1 with engine=sglang: it cannot draw so"):
         sglang_engine.generate([request(min_p=0.1)])
     assert sglang_engine.generate([request(min_p=0.1, temperature=0.0)])
     seen = GridTower(merge_size=2, num_values=96).black()
