@@ -1,8 +1,13 @@
+import json
+import re
+
 import pytest
 import torch
+from tiny_models import tiny_folder
 from transformers import AutoModelForCausalLM
 
 from shardwise.config import ModelError
+from shardwise.model_config import read_generation_config
 from shardwise.rollout.skeleton import load_skeleton, served_by
 
 
@@ -15,6 +20,29 @@ def test_a_skeleton_has_the_names_shapes_and_dtypes_of_the_model_and_no_values(m
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in served.items()} == expected
     assert all(tensor.is_meta for tensor in served.values())
     assert skeleton.generation_config.eos_token_id == model.generation_config.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "told"),
+    [
+        ("config.json", {"hidden_act": "swoosh"}, "generation; look into its config.json. hidden_act=swoosh is"),
+        ("generation_config.json", {"max_new_tokens": -3}, "generation_config.json cannot be read; correct it: ValueE"),
+        ("generation_config.json", {"watermarking_config": 3}, "generation_config.json cannot be read; correct it: At"),
+    ],
+)
+def test_a_value_that_transformers_cannot_use_is_an_error_of_its_file(tmp_path, name, written, told):
+    file = tiny_folder("qwen3", tmp_path) / name
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | written))
+    with pytest.raises(ModelError, match=re.escape(told)):
+        load_skeleton(tmp_path, torch.float32)
+
+
+def test_a_generation_config_that_could_not_be_saved_again_is_read(tmp_path):
+    file = tiny_folder("qwen3", tmp_path) / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.6, "eos_token_id": 3}))
+    assert load_skeleton(tmp_path, torch.float32).generation_config.eos_token_id == 3
+    with pytest.raises(ModelError, match="not be saved again as it is"):
+        read_generation_config(tmp_path)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
