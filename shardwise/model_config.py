@@ -80,22 +80,26 @@ def require_no_critic(folder: Path, config: PreTrainedConfig) -> None:
             )
 
 
-def read_generation_config(folder: Path) -> GenerationConfig | None:
+def read_generation_config(folder: Path, *, is_saved_again: bool = True) -> GenerationConfig | None:
     """Reads generation_config.json; None where there is none.
 
+    Args:
+        is_saved_again: then it has to be free of keys that act on nothing, such as a temperature without do_sample,
+            which many folders have.
     Raises:
         ModelError: transformers cannot read it, or would refuse to save it.
     """
-    if not (folder / GENERATION_CONFIG_NAME).is_file():
+    path = folder / GENERATION_CONFIG_NAME
+    if not path.is_file():
         return None
     try:
         config: GenerationConfig = GenerationConfig.from_pretrained(folder)
-        config.validate(strict=True)
-    except (ValueError, OSError, TypeError) as error:
-        raise ModelError(
-            f"{folder / GENERATION_CONFIG_NAME} cannot be read, or not be saved again as it is; correct it: "
-            f"{_quoted(error)}"
-        ) from None
+        if is_saved_again:
+            config.validate(strict=True)
+    except Exception as error:  # whatever a value in the file leads to
+        claim = "cannot be read, or not be saved again as it is" if is_saved_again else "cannot be read"
+        said = _quoted(f"{type(error).__name__}: {error}")
+        raise ModelError(f"{path} {claim}; correct it: {said}") from None
     return config
 
 

@@ -10,14 +10,12 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from shardwise.config import ModelError, in_one_line
 from shardwise.families import language_model_class
-from shardwise.model_config import GENERATION_CONFIG_NAME, blaming_config, read_model_config, require_generates
+from shardwise.model_config import blaming_config, read_generation_config, read_model_config, require_generates
 
 
 def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -27,19 +25,9 @@ def load_skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     with blaming_config(folder, "generation"), torch.device("meta"):
         model_class = language_model_class(config, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
         model = model_class.from_config(config, dtype=dtype)
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = _generation_config(folder)
+    if (generation := read_generation_config(folder, is_saved_again=False)) is not None:
+        model.generation_config = generation
     return model
-
-
-def _generation_config(folder: Path) -> GenerationConfig:
-    """Reads generation_config.json as it is: only what is saved again must be free of keys that act on nothing, such as
-    a temperature without do_sample, which many folders have."""
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # whatever a value in the file leads to
-        said = f"{type(error).__name__}: {in_one_line(error)}"
-        raise ModelError(f"{folder / GENERATION_CONFIG_NAME} cannot be read; correct it: {said}") from None
 
 
 def served_by(skeleton: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
