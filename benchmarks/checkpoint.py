@@ -50,7 +50,7 @@ from shardwise.controller.launch import launch
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.process_group import Rank, connect, open_store, process_group
 from shardwise.data.synthetic import arithmetic_problems, build_model_folder, train_tokenizer
-from shardwise.engine.checkpoint import load_state
+from shardwise.engine.files.checkpoint import load_state
 from shardwise.engine.shards import local_shard
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.checkpointing.checkpoints import step_folder

@@ -42,7 +42,7 @@ from shardwise.data.packing import PackedStep, pack
 from shardwise.engine import TrainEngine
 from shardwise.engine.mesh import ParallelDims, take_device
 from shardwise.engine.model import build_unloaded
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optim.optimizer import ShardedOptimizer
 from shardwise.recipes.losses import sft_loss
 from shardwise.types import Denominators, Metrics, Sample, TokenBatch, TokenOutputs
 

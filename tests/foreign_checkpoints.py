@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shardwise.engine.foreign import ShardedTensor, ShardedTensors
-from shardwise.engine.foreign.tensors import Piece
-from shardwise.engine.safetensors_file import TensorSpec
+from shardwise.engine.files.foreign import ShardedTensor, ShardedTensors
+from shardwise.engine.files.foreign.tensors import Piece
+from shardwise.engine.files.safetensors_file import TensorSpec
 
 NUM_UPDATES = 3
 

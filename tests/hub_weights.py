@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shardwise.engine.conversions import export_blocks
+from shardwise.engine.files.conversions import export_blocks
 from shardwise.engine.gathering import gathered_blocks
 from shardwise.engine.runtime_state import merged_state, runtime_state
 

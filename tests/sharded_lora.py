@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise.config import EngineConfig, LoraConfig
-from shardwise.engine.adapters import init_adapters
-from shardwise.engine.loading import load_weights
+from shardwise.engine.files.adapters import init_adapters
+from shardwise.engine.files.loading import load_weights
 from shardwise.engine.lora import base_names, inject_lora
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.precision import Precision

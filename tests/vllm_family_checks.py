@@ -25,7 +25,7 @@ from vllm_engines import ARGS, CPU
 from shardwise.config import LoraConfig, VllmRollout
 from shardwise.data.packing import unpack
 from shardwise.engine import TrainEngine
-from shardwise.engine.adapters import attach_adapter
+from shardwise.engine.files.adapters import attach_adapter
 from shardwise.families import PROVEN
 from shardwise.recipes.weight_sync import KnownPrompt, compare_logprobs
 from shardwise.rollout import VllmEngine

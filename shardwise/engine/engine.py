@@ -22,19 +22,19 @@ from shardwise.config import (
 )
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.busy import BusyClock
-from shardwise.engine.engine_state import EngineState
-from shardwise.engine.export import ExportPlan, StagedExport, export_folder
+from shardwise.engine.files.engine_state import EngineState
+from shardwise.engine.files.export import ExportPlan, StagedExport, export_folder
+from shardwise.engine.files.initial_weights import InitialWeights
+from shardwise.engine.files.staging import Copies, StagingBuffers
 from shardwise.engine.gathering import gathered
 from shardwise.engine.heads import HeadName, LogprobHead, Wanted
-from shardwise.engine.initial_weights import InitialWeights
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import ShardedModel, build_sharded
 from shardwise.engine.needed_regions import NeededRegions
 from shardwise.engine.nonfinite import LOSS, Diagnosis, watched
-from shardwise.engine.optimizer import MASTER, ShardedOptimizer, global_grad_norm
+from shardwise.engine.optim.optimizer import MASTER, ShardedOptimizer, global_grad_norm
 from shardwise.engine.runtime_state import buffer_names, has_adapters
 from shardwise.engine.shards import first_numbers, local_shard
-from shardwise.engine.staging import Copies, StagingBuffers
 from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.vision import divide_images
@@ -47,7 +47,7 @@ from shardwise.region import Region
 from shardwise.types import Denominators, ImageRef, Metrics, MetricValue, TokenBatch, TokenOutputs, merge_metrics
 
 if TYPE_CHECKING:
-    from shardwise.engine.adapters import StagedAdapter
+    from shardwise.engine.files.adapters import StagedAdapter
 
 LossFn = Callable[[TokenOutputs, TokenBatch, Denominators], tuple[Tensor, Metrics]]
 """Maps one micro-batch to its share of the step's loss (already divided by the global denominators)."""
@@ -427,14 +427,14 @@ class TrainEngine:
 
     def adapter_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Like `named_weights`, for everything that an adapter file holds, under peft's names."""
-        from shardwise.engine.adapters import adapter_weights
+        from shardwise.engine.files.adapters import adapter_weights
 
         self._require_weights()
         return adapter_weights(self._model.hf_model, dtype)
 
     def export_adapter(self, path: Path, base_model: str) -> None:
         """Writes a folder that `PeftModel.from_pretrained` loads; `base_model` is the folder or name it belongs to."""
-        from shardwise.engine.adapters import export_adapter
+        from shardwise.engine.files.adapters import export_adapter
 
         self._require_weights()
         export_adapter(self._model.hf_model, path, base_model)
@@ -464,7 +464,7 @@ class TrainEngine:
 
     def stage_adapter(self, base_model: str) -> "StagedAdapter":
         """Copies what `export_adapter` would write to the host memory of rank 0."""
-        from shardwise.engine.adapters import StagedAdapter
+        from shardwise.engine.files.adapters import StagedAdapter
 
         self._require_weights()
         return StagedAdapter.of(self._model.hf_model, base_model)

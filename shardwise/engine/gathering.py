@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.conversions import ExportBlock
 from shardwise.engine.exchange import send_rows
+from shardwise.engine.files.conversions import ExportBlock
 from shardwise.engine.shards import RowSharding, is_by_rows, local_shard
 from shardwise.ops import all_gather_flat
 from shardwise.region import Region

@@ -15,9 +15,8 @@ from shardwise.engine.activations import checkpoint_layers
 from shardwise.engine.agreement import raised_on_every_rank
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers, use_liger_kernels
-from shardwise.engine.expert_guard import expert_guards
-from shardwise.engine.expert_loads import ExpertLoads
-from shardwise.engine.expert_parallel import require_shareable, spread_experts, spread_paths
+from shardwise.engine.files.initial_weights import InitialWeights
+from shardwise.engine.files.model_folder import take_generation_config
 from shardwise.engine.freeze import freeze, require_routers
 from shardwise.engine.heads import (
     HeadName,
@@ -28,14 +27,15 @@ from shardwise.engine.heads import (
     make_head,
     value_projection_name,
 )
-from shardwise.engine.initial_weights import InitialWeights
 from shardwise.engine.mesh import EngineMesh
 from shardwise.engine.mixers import PackedMixer, pack_mixers
 from shardwise.engine.model_classes import kind_of, language_model_of, model_from_config
-from shardwise.engine.model_folder import take_generation_config
+from shardwise.engine.moe.expert_guard import expert_guards
+from shardwise.engine.moe.expert_loads import ExpertLoads
+from shardwise.engine.moe.expert_parallel import require_shareable, spread_experts, spread_paths
+from shardwise.engine.moe.router_replay import RouterReplay
 from shardwise.engine.names import is_within
 from shardwise.engine.precision import Precision
-from shardwise.engine.router_replay import RouterReplay
 from shardwise.engine.tiled_mlp import mlp_paths, tile_mlps
 from shardwise.engine.token_slice import TokenSlice
 from shardwise.engine.ulysses import Ulysses, check_heads

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.engine.conversions import stored_dtypes
+from shardwise.engine.files.conversions import stored_dtypes
 from shardwise.engine.gathering import gathered_regions
 from shardwise.engine.quantized import quantized_weights
 from shardwise.engine.runtime_state import merged_state, runtime_state

@@ -34,9 +34,9 @@ from shardwise.data import load_tokenizer
 from shardwise.durable import fsync_folder
 from shardwise.engine import PHASES, Fault, TrainEngine, written_on_every_rank
 from shardwise.engine.exchange import all_gather_json
-from shardwise.engine.safetensors_file import SafetensorsReader, TensorSpec
-from shardwise.engine.state_files import ShardFile, shard_name
-from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+from shardwise.engine.files.safetensors_file import SafetensorsReader, TensorSpec
+from shardwise.engine.files.state_files import ShardFile, shard_name
+from shardwise.engine.files.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.checkpoints import ADAPTER, WEIGHTS
 from shardwise.recipes.checkpointing.fingerprints import Fingerprints, changed_files, model_fingerprints
 from shardwise.recipes.checkpointing.manifest import hash_share, verify_share, write_manifest

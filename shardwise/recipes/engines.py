@@ -18,8 +18,8 @@ from shardwise.console import warn
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import PackedStep, pack, unpack
 from shardwise.engine import ParallelDims
+from shardwise.engine.optim.schedule import missed_peak
 from shardwise.engine.precision import emulated_dtype
-from shardwise.engine.schedule import missed_peak
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.losses import LossKind, LossSource
 from shardwise.recipes.sampling.sampled_tokens import require_sampled

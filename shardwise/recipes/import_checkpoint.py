@@ -14,14 +14,14 @@ from shardwise.console import counted
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import check_vocabulary, load_tokenizer
 from shardwise.engine import resolve_folder
-from shardwise.engine.export import require_finite
-from shardwise.engine.foreign import ForeignCheckpoint, FoundWeights, ShardedTensors, open_checkpoint
+from shardwise.engine.files.export import require_finite
+from shardwise.engine.files.foreign import ForeignCheckpoint, FoundWeights, ShardedTensors, open_checkpoint
+from shardwise.engine.files.imported_state import AdamWStates
+from shardwise.engine.files.importing import RuntimeWeights, import_weights
+from shardwise.engine.files.rewrite_folder import on_meta
+from shardwise.engine.files.safetensors_file import differences
 from shardwise.engine.freeze import freeze
-from shardwise.engine.imported_state import AdamWStates
-from shardwise.engine.importing import RuntimeWeights, import_weights
 from shardwise.engine.model import build_on_meta
-from shardwise.engine.rewrite_folder import on_meta
-from shardwise.engine.safetensors_file import differences
 from shardwise.model_config import read_model_config
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, WEIGHTS, latest_hf_folder, step_folder
 from shardwise.recipes.checkpointing.manifest import write_manifest

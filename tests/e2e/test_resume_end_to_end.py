@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.engine.state_files import StateIndex
+from shardwise.engine.files.state_files import StateIndex
 
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 6, 2

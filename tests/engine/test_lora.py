@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import ConfigError, EngineConfig, LoraConfig
-from shardwise.engine.adapters import adapter_weights
+from shardwise.engine.files.adapters import adapter_weights
 from shardwise.engine.lora import adapted_weights, adapter_names, adapters_off, base_names, fused_experts, inject_lora
 from shardwise.engine.precision import Precision
 

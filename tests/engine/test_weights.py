@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from tiny_models import FAMILIES, MOE_FAMILIES, empty_model, tiny_folder, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.engine.loading import load_weights
-from shardwise.engine.model_folder import SINGLE_NAME
+from shardwise.engine.files.loading import load_weights
+from shardwise.engine.files.model_folder import SINGLE_NAME
 from shardwise.engine.runtime_state import runtime_state
 from shardwise.engine.weights import num_parameters, stream_weights
 from shardwise.region import Region

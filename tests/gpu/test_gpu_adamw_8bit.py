@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_gpu_model import allocated, build, loss_of, packed, relative_error
 
-from shardwise.engine import adamw_8bit
+from shardwise.engine.optim import adamw_8bit
 
 NUM_STEPS = 10
 

@@ -11,7 +11,7 @@ from bad_steps import DOWN, build, parameters_of, poisoned, samples, train
 from shardwise.config import ConfigError, EngineConfig, LoraConfig, ModelError, TrainingError
 from shardwise.controller.process_group import Rank, process_group
 from shardwise.data import pack
-from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+from shardwise.engine.files.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.bundles import BUNDLE, Bundle
 from shardwise.recipes.checkpointing.manifest import hash_share, write_manifest
 

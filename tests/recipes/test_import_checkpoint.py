@@ -1,4 +1,4 @@
-"""The command from end to end; the files of other trainers are tested with engine/foreign."""
+"""The command from end to end; the files of other trainers are tested with engine/files/foreign."""
 
 import json
 import math

@@ -10,7 +10,7 @@ from family_table import FAMILIES, save_model
 from torch import nn
 
 from shardwise.config import LoraConfig, ModelError
-from shardwise.engine.adapters import attach_adapter
+from shardwise.engine.files.adapters import attach_adapter
 from shardwise.rollout import EmbeddedEngine
 from shardwise.rollout.mixer_states import MixerStates, places_by_length
 from shardwise.types import GenerateRequest

@@ -9,7 +9,7 @@ from live_bytes import UNITS, LiveBytes, ModelSender, unit_bytes
 from tiny_models import empty_model, tiny_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardwise.engine.loading import load_weights
+from shardwise.engine.files.loading import load_weights
 from shardwise.rollout import EmbeddedEngine
 from shardwise.rollout.kv_cache import CACHED_ATTENTION, register_cached_attention
 from shardwise.transfer import WeightSyncError, sync_local

@@ -14,7 +14,7 @@ from tiny_models import empty_model, random_samples, tiny_folder
 from shardwise.config import EngineConfig, LoraConfig, OptimizerConfig
 from shardwise.data import pack, unpack
 from shardwise.engine import TrainEngine
-from shardwise.engine.loading import load_weights
+from shardwise.engine.files.loading import load_weights
 from shardwise.recipes.losses import SFT_LOSS
 from shardwise.rollout import EmbeddedEngine
 from shardwise.transfer import (

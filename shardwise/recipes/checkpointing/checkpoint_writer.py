@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from shardwise.config import ExportError, ModelConfig, ModelError
 from shardwise.data import load_tokenizer
 from shardwise.engine import StagedExport, named_failures
-from shardwise.engine.state_files import ShardFile
+from shardwise.engine.files.state_files import ShardFile
 from shardwise.recipes.checkpointing.manifest import hash_share
 from shardwise.types import Connections
 
 if TYPE_CHECKING:
-    from shardwise.engine.adapters import StagedAdapter
-    from shardwise.engine.checkpoint import StagedState
+    from shardwise.engine.files.adapters import StagedAdapter
+    from shardwise.engine.files.checkpoint import StagedState
 
     Staged = StagedExport | StagedAdapter | StagedState
 

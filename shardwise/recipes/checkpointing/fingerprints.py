@@ -10,8 +10,8 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from shardwise.config import Config, ConfigError, LoraConfig, ModelConfig, ModelError, TrainingConfig, parts_of
 from shardwise.engine import resolve_folder
-from shardwise.engine.model_folder import PROCESSOR_FILES
-from shardwise.engine.safetensors_file import SafetensorsReader
+from shardwise.engine.files.model_folder import PROCESSOR_FILES
+from shardwise.engine.files.safetensors_file import SafetensorsReader
 from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder
 
 Fingerprints = dict[str, list[list[str]]]

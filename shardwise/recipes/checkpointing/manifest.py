@@ -10,9 +10,9 @@ from uuid import uuid4
 
 from shardwise.config import ModelError
 from shardwise.engine import raised_on_every_rank
-from shardwise.engine.safetensors_file import SafetensorsReader
-from shardwise.engine.state_files import INDEX, ShardFile, StateIndex, described, own_share, shard_files
-from shardwise.engine.verified_files import FileRecord, read_sealed_json, write_sealed_json
+from shardwise.engine.files.safetensors_file import SafetensorsReader
+from shardwise.engine.files.state_files import INDEX, ShardFile, StateIndex, described, own_share, shard_files
+from shardwise.engine.files.verified_files import FileRecord, read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.checkpoints import WEIGHTS, checkpoint_of, is_checkpoint
 
 MANIFEST = "manifest.json"

@@ -20,7 +20,7 @@ from shardwise.config import (
     without_places,
 )
 from shardwise.config.yaml_values import value_of
-from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+from shardwise.engine.files.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, WEIGHTS, step_folders
 from shardwise.recipes.checkpointing.fingerprints import Fingerprints, changed_files, fingerprints
 from shardwise.recipes.checkpointing.manifest import MANIFEST, Manifest, has_whole_weights

@@ -96,7 +96,7 @@ def build_here(
 
 
 def _attaching(lora: LoraConfig) -> Callable[[PreTrainedModel], dict[str, str]]:
-    from shardwise.engine.adapters import attach_adapter  # peft takes a second to import
+    from shardwise.engine.files.adapters import attach_adapter  # peft takes a second to import
 
     return partial(attach_adapter, config=lora)
 

@@ -16,7 +16,7 @@ from shardwise.controller.process_group import Rank, connect
 from shardwise.data import pack
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.engine.exchange import all_gather_json
-from shardwise.engine.state_files import ShardFile
+from shardwise.engine.files.state_files import ShardFile
 from shardwise.recipes.background_call import BackgroundCall
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.engine_source import EngineSource

@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from shardwise.config import ConfigError, ModelError, RLConfig, SFTConfig
-from shardwise.engine.verified_files import read_sealed_json, write_sealed_json
+from shardwise.engine.files.verified_files import read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.fingerprints import fingerprints
 from shardwise.recipes.checkpointing.manifest import Manifest, write_manifest
 from shardwise.recipes.checkpointing.resume import Beginning, Start, find_start, write_run

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.config import ConfigError, DistillConfig, LoraConfig, ModelConfig, RLConfig, SFTConfig
-from shardwise.engine.model_folder import PROCESSOR_FILES
+from shardwise.engine.files.model_folder import PROCESSOR_FILES
 from shardwise.recipes.checkpointing.fingerprints import changed_files, fingerprints, require_base_of_adapter
 
 

@@ -6,9 +6,9 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.config import ModelError
-from shardwise.engine.safetensors_file import TensorSpec
-from shardwise.engine.state_files import Part, ShardFile, StateIndex
-from shardwise.engine.verified_files import FileRecord, read_sealed_json
+from shardwise.engine.files.safetensors_file import TensorSpec
+from shardwise.engine.files.state_files import Part, ShardFile, StateIndex
+from shardwise.engine.files.verified_files import FileRecord, read_sealed_json
 from shardwise.recipes.checkpointing.manifest import Manifest, hash_share, verify_share, verify_weights, write_manifest
 
 TEXTS = {"hf/config.json": "{}", "state/run.json": "run"}

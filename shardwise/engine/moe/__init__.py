@@ -1,0 +1,1 @@
+"""Mixtures of experts: parallelism, guards, loads and replayed choices of routers."""

@@ -1,0 +1,1 @@
+"""The optimizers: their groups, states, schedules and what scales their gradients."""
