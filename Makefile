@@ -73,7 +73,7 @@ $(SGLANG_VENV)/installed: constraints.txt requirements-sglang.txt
 # Tasks of reasoning-gym, harnesses of verifiers, agents with OpenAI's own client. They bring fifty packages, so they have an
 # environment of their own.
 test-agents: $(AGENTS_VENV)/installed
-	$(AGENTS_VENV)/bin/python -m pytest -m '' tests/rollout/test_verifiers.py tests/recipes/sampling/test_agents.py \
+	$(AGENTS_VENV)/bin/python -m pytest -m '' tests/environments/test_verifiers.py tests/recipes/sampling/test_agents.py \
 	  tests/data/test_data_reasoning_gym.py tests/rewards/test_rewards_reasoning_gym.py tests/e2e/test_reasoning_gym_end_to_end.py
 
 $(AGENTS_VENV)/installed: pyproject.toml constraints.txt

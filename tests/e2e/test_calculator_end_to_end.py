@@ -10,8 +10,8 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
+from shardwise.environments.tool_calls import hermes_calls
 from shardwise.rewards import load_function
-from shardwise.rollout.tool_calls import hermes_calls
 
 SMALL = ["trainer.tensorboard=false", "trainer.learning_rate=2e-3"]
 SHORT = ["trainer.tensorboard=false", "trainer.total_steps=2", "trainer.warmup_steps=0", "trainer.learning_rate=5e-4"]

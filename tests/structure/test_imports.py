@@ -22,9 +22,21 @@ MAY_IMPORT = {
     "recipes": SHARED
     | TENSORS
     | MODELS
-    | {"engine", "rollout", "transfer", "controller", "data", "rewards", "algorithms", "ops", "families"},
+    | {
+        "engine",
+        "rollout",
+        "environments",
+        "transfer",
+        "controller",
+        "data",
+        "rewards",
+        "algorithms",
+        "ops",
+        "families",
+    },
     "engine": SHARED | MODELS | {"ops", "families", "uploads"},
     "rollout": SHARED | TENSORS | MODELS | {"ops", "families"},
+    "environments": SHARED,
     "transfer": SHARED | TENSORS | {"ops"},
     "controller": SHARED | {"codec"},
     "data": SHARED | MODELS | {"families"},

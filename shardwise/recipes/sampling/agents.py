@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import AgentEnvironment, TrainingError
 from shardwise.data import longest_token
+from shardwise.environments import AgentRunner, Endpoint, HttpServer, chat_format
+from shardwise.environments.chat_format import ApiError
+from shardwise.environments.http_server import HOST, Events, HttpRequest
 from shardwise.recipes.sampling.conversation import Conversation, Limits
 from shardwise.recipes.sampling.episodes import Episode, Generate
 from shardwise.rewards import Answer, describe_error, read_score
-from shardwise.rollout import AgentRunner, Endpoint, HttpServer, chat_format
-from shardwise.rollout.chat_format import ApiError
-from shardwise.rollout.http_server import HOST, Events, HttpRequest
 from shardwise.types import Example, GenerateRequest
 
 Agent = Callable[[Example, Endpoint], Any]

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import DataError
 from shardwise.data import render_observation, render_prompt, without_nulls
+from shardwise.environments import chat_format
+from shardwise.environments.chat_format import ApiError, ChatAnswer, ChatRequest, Message
 from shardwise.recipes.sampling.episodes import Episode, empty_completion, with_observation, with_turn
 from shardwise.rewards import Answer
-from shardwise.rollout import chat_format
-from shardwise.rollout.chat_format import ApiError, ChatAnswer, ChatRequest, Message
 from shardwise.rollout.stop_strings import before_stop
 from shardwise.types import Completion, Example, GenerateRequest
 

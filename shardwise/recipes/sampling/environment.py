@@ -17,6 +17,9 @@ from shardwise.config import (
 )
 from shardwise.console import warn
 from shardwise.data.chat import render_prompt
+from shardwise.environments import ToolEnvironment
+from shardwise.environments.tool_calls import TAGS
+from shardwise.environments.tools import checked
 from shardwise.rewards import kind_of_callable, load_function
 
 if TYPE_CHECKING:
@@ -38,8 +41,6 @@ def load_environment(config: CustomEnvironment | ToolsEnvironment) -> Callable[[
         case CustomEnvironment():
             return _load_class(config)
         case ToolsEnvironment():
-            from shardwise.rollout import ToolEnvironment  # preflight needs no rollout engine
-
             return partial(
                 ToolEnvironment,
                 checked_tools(config),
@@ -112,8 +113,6 @@ def checked_tools(config: ToolsEnvironment) -> dict[str, Callable[..., Any]]:
     Raises:
         ConfigError: arguments cannot be checked against a tool's type hints.
     """
-    from shardwise.rollout.tools import checked
-
     tools = {}
     for name, tool in load_tools(config).items():
         try:
@@ -156,8 +155,6 @@ def require_tool_tags(config: EnvironmentConfig | None, tokenizer: "PreTrainedTo
     """
     if not isinstance(config, ToolsEnvironment | AgentEnvironment):
         return
-    from shardwise.rollout.tool_calls import TAGS
-
     for tag in TAGS[config.call_format]:
         token_ids = tokenizer.encode(tag, add_special_tokens=False)
         if tag not in tokenizer.decode(token_ids, skip_special_tokens=True):

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import DataError, EnvironmentConfig
 from shardwise.data import longest_token, render_observation
+from shardwise.environments import EnvironmentCaller
 from shardwise.rewards import Answer, describe_error, read_score
-from shardwise.rollout import EnvironmentCaller
 from shardwise.types import Completion, Example, GenerateRequest
 
 Generate = Callable[[list[GenerateRequest]], list[list[Completion]]]

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from shardwise.data import longest_token, train_tokenizer
+from shardwise.environments.chat_format import ApiError, completion_body, read_request
 from shardwise.recipes.sampling.conversation import Conversation, Limits
 from shardwise.rewards import Answer
-from shardwise.rollout.chat_format import ApiError, completion_body, read_request
 from shardwise.types import Completion, Example, GenerateRequest
 
 USER = {"role": "user", "content": "2+3="}

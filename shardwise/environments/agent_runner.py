@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.rollout.loop_thread import LoopThread
-from shardwise.rollout.timed_calls import is_coroutine, uncancelled
+from shardwise.environments.loop_thread import LoopThread
+from shardwise.environments.timed_calls import is_coroutine, uncancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.rollout.tool_calls import ToolCall, hermes_calls, qwen_calls
+from shardwise.environments.tool_calls import ToolCall, hermes_calls, qwen_calls
 
 
 def test_hermes_calls_come_in_order_with_text_around_them():

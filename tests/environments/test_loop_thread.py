@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shardwise.rollout.loop_thread import LoopThread
+from shardwise.environments.loop_thread import LoopThread
 
 
 async def where():
@@ -86,7 +86,7 @@ def test_a_task_that_would_end_the_program_ends_itself_alone(error):
 def test_what_a_coroutine_gave_to_a_thread_does_not_keep_the_process():
     program = """
 import asyncio, time
-from shardwise.rollout.loop_thread import LoopThread
+from shardwise.environments.loop_thread import LoopThread
 
 thread = LoopThread("beside")
 future = thread.start(asyncio.to_thread(time.sleep, 600))

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shardwise.rollout.timed_calls import Deadline, call_in_time, deadlines_of, new_task
+from shardwise.environments.timed_calls import Deadline, call_in_time, deadlines_of, new_task
 
 
 async def naps(seconds):

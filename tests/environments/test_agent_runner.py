@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from shardwise.rollout import AgentRunner
+from shardwise.environments import AgentRunner
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardwise.config import EnvironmentConfig
-from shardwise.rollout.loop_thread import LoopThread
-from shardwise.rollout.timed_calls import BLOCKED, Deadline, call_in_time, deadlines_of, new_task
+from shardwise.environments.loop_thread import LoopThread
+from shardwise.environments.timed_calls import BLOCKED, Deadline, call_in_time, deadlines_of, new_task
 from shardwise.types import Example
 
 Messages = list[dict[str, Any]]

@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel
 from transformers.utils import get_json_schema
 
-from shardwise.rollout import ToolEnvironment
-from shardwise.rollout.tools import checked
+from shardwise.environments import ToolEnvironment
+from shardwise.environments.tools import checked
 from shardwise.types import Example
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from shardwise.rollout.tool_calls import FORMATS, Tools
+from shardwise.environments.tool_calls import FORMATS, Tools
 from shardwise.types import GenerateRequest
 
 MODEL = "policy"

@@ -65,8 +65,8 @@ TOKENIZER = train_tokenizer(["2+3=5"], vocab_size=261)
 
 def test_without_the_package_it_is_said_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    monkeypatch.delitem(sys.modules, "shardwise.rollout.verifiers", raising=False)
-    config = AgentEnvironment(path="shardwise.rollout.verifiers:play", parameters=PARAMETERS)
+    monkeypatch.delitem(sys.modules, "shardwise.environments.verifiers", raising=False)
+    config = AgentEnvironment(path="shardwise.environments.verifiers:play", parameters=PARAMETERS)
     with pytest.raises(ConfigError, match=r"verifiers cannot be imported.*pip install verifiers"):
         load_agent(config)
 
@@ -99,7 +99,7 @@ def test_tasks_are_played_over_the_endpoint_and_rewarded_by_themselves(adapter):
         for n, row in enumerate(rows)
     ]
     request = GenerateRequest(uid="a", prompt_ids=[1], max_tokens=60, temperature=1.0)
-    config = AgentEnvironment(path="shardwise.rollout.verifiers:play", parameters=PARAMETERS, timeout_seconds=120)
+    config = AgentEnvironment(path="shardwise.environments.verifiers:play", parameters=PARAMETERS, timeout_seconds=120)
     before = dict(os.environ)
     with Agents(config, load_agent(config), TOKENIZER, says_five, max_prompt_tokens=40) as agents:
         (right,), (wrong,), (unjudged,) = agents.play(examples, [request] * 3)
@@ -115,7 +115,7 @@ def test_an_episode_that_verifiers_tried_again_is_no_failure(adapter):
     parameters = {"taskset": {"id": "unsteady_v1"}, "agent": agent}
     example = Example(uid="a", prompt_ids=[1], prompt="", data_source="", ground_truth="", extra_info={"task": 0})
     request = GenerateRequest(uid="a", prompt_ids=[1], max_tokens=60, temperature=1.0)
-    config = AgentEnvironment(path="shardwise.rollout.verifiers:play", parameters=parameters, timeout_seconds=120)
+    config = AgentEnvironment(path="shardwise.environments.verifiers:play", parameters=parameters, timeout_seconds=120)
     with Agents(config, load_agent(config), TOKENIZER, says_five, max_prompt_tokens=40) as agents:
         ((episode,),) = agents.play([example], [request])
     assert (episode.outcome.failure, episode.outcome.score) == (None, 1.0)

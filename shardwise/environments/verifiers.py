@@ -1,6 +1,6 @@
 """An agent that plays tasks of the verifiers library: its harness queries the policy, its task gives the reward.
 
-rollout.environment: {type: agent, path: shardwise.rollout.verifiers:play, parameters: {taskset: ..., agent: ...}}
+rollout.environment: {type: agent, path: shardwise.environments.verifiers:play, parameters: {taskset: ..., agent: ...}}
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from shardwise.rollout.agent_runner import Endpoint
+from shardwise.environments.agent_runner import Endpoint
 from shardwise.types import Example
 
 try:

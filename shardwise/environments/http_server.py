@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from shardwise.rollout.chat_format import ApiError
-from shardwise.rollout.loop_thread import LoopThread
+from shardwise.environments.chat_format import ApiError
+from shardwise.environments.loop_thread import LoopThread
 
 HOST = "127.0.0.1"
 _MAX_HEAD_BYTES = 1 << 16

@@ -12,8 +12,8 @@ from contextlib import closing
 
 import pytest
 
-from shardwise.rollout import HttpServer
-from shardwise.rollout.chat_format import ApiError
+from shardwise.environments import HttpServer
+from shardwise.environments.chat_format import ApiError
 
 
 async def echo(request):

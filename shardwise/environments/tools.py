@@ -11,9 +11,9 @@ from typing import Any, Self
 from pydantic import ValidationError, validate_call
 
 from shardwise.config import error_text
-from shardwise.rollout.environment import Messages
-from shardwise.rollout.timed_calls import USER_ERRORS, Deadline, call_in_time, is_coroutine
-from shardwise.rollout.tool_calls import FORMATS, ToolCall, Tools, parameter_schemas
+from shardwise.environments.environment import Messages
+from shardwise.environments.timed_calls import USER_ERRORS, Deadline, call_in_time, is_coroutine
+from shardwise.environments.tool_calls import FORMATS, ToolCall, Tools, parameter_schemas
 from shardwise.types import Example
 
 

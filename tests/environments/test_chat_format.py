@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shardwise.rollout.chat_format import (
+from shardwise.environments.chat_format import (
     ApiError,
     ChatAnswer,
     completion_body,

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from shardwise.config import CustomEnvironment
-from shardwise.rollout import EnvironmentCaller
+from shardwise.environments import EnvironmentCaller
 
 
 def caller(**options):
