@@ -116,7 +116,7 @@ class Vision:
         """
         places = [place for place, token_id in enumerate(tokens) if token_id == self._image_token_id]
         if len(places) != len(image_refs):
-            token = self._tokenizer.decode([self._image_token_id])
+            token = self._image_token
             advice = (
                 "text part or tool call spells it; remove it there"
                 if token == PLACEHOLDER  # LLaVA's, which stands for an image in a string
@@ -173,6 +173,20 @@ class Vision:
         return self._reader.open(cell, folder, name)
 
     @property
+    def _image_token(self) -> str:
+        """The token that `image_token_id` is."""
+        return str(self._tokenizer.decode([self._image_token_id]))
+
+    @property
+    def way_to_spell(self) -> str:
+        """The end of an error: how a row spells PLACEHOLDER where it means no image. Empty where it is the model's own
+        token of images, which no row may spell."""
+        if self._image_token == PLACEHOLDER:
+            return ""
+        part = f'{{"type": "text", "text": "{PLACEHOLDER}"}}'
+        return f'. Where {PLACEHOLDER} is text, give the message as {{"role": ..., "content": [{part}]}}'
+
+    @property
     def image_text(self) -> str:
         """What the chat template writes for an image, whatever stands around it."""
         return self._written[0]
@@ -202,7 +216,7 @@ class Vision:
         template = f"the chat template of {self._tokenizer.name_or_path} writes {found!r} for an image"
         if self._tokenizer.encode(found, add_special_tokens=False).count(self._image_token_id) != 1:
             raise ModelError(
-                f"{template}, without the one {self._tokenizer.decode([self._image_token_id])!r} that the model looks "
+                f"{template}, without the one {self._image_token!r} that the model looks "
                 "for; set model.chat_template=FILE to the one that belongs to the model"
             )
         if not in_place and not in_front:
@@ -296,7 +310,7 @@ class _Taking:
             raise DataError(
                 f'{self._row.origin}: column "{self._column}" has {len(self._cells)} images, and the messages have '
                 f"places for {self._num_from_column}: {PLACEHOLDER} in a string, or {{"
-                '"type": "image"} in a list; give as many as there are images'
+                f'"type": "image"}} in a list; give as many as there are images{self._vision.way_to_spell}'
             )
         return self._image_refs
 
@@ -332,7 +346,7 @@ class _Taking:
             raise DataError(
                 f"{self._row.origin}: an answer, or what follows one, has a place for an image ({PLACEHOLDER} in a "
                 'string, or {"type": "image"} in a list); images stand in the messages that are answered: move it '
-                "there, or remove it"
+                f"there, or remove it{self._vision.way_to_spell}"
             )
 
     def _next(self) -> str:

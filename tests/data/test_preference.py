@@ -503,6 +503,22 @@ def test_what_is_wrong_with_an_image_names_row_and_file(seeing, write, pictures,
             read(files=files, **seeing)
 
 
+def test_an_answer_that_spells_the_placeholder_is_a_part_of_text(seeing, write, pictures):
+    """As the error says that it is to be given; LLaVA, which knows an image by it, has no such way."""
+    row = SEEN | {"prompt": "<image>Which?", "images": pictures[:1]}
+    for key, read in (("chosen", pairs), ("response", labelled)):
+        with pytest.raises(DataError) as error:
+            read(files=write(row | {key: "I see <image>."}), **seeing)
+        part = '{"type": "text", "text": "<image>"}'
+        assert str(error.value).endswith(
+            f'or remove it. Where <image> is text, give the message as {{"role": ..., "content": [{part}]}}'
+        )
+        parts = [{"type": "text", "text": "I see "}, json.loads(part)]
+        found = read(files=write(row | {key: [{"role": "assistant", "content": parts}]}), **seeing).rows[0]
+        assert seeing["tokenizer"].decode(found.token_ids[found.loss_mask]) == "I see <image><|end|>"
+        assert len(found.image_refs) == 1
+
+
 def test_sides_that_show_other_images_do_not_answer_the_same_messages(seeing, write, pictures):
     chosen, rejected = ([user([IMAGE | {"image": name}, WHICH]), bot(name)] for name in pictures)
     with pytest.raises(DataError, match=f"{PARTED} 0 that they share they go on with"):
