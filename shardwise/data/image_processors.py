@@ -226,7 +226,7 @@ def read_keys(path: Path, key: str | None = None) -> dict[str, Any]:
         tree = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
             raise ValueError(f"it holds {describe_type(tree)} instead of keys")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}; download or copy it again") from None
     return tree if key is None else tree.get(key) or {}
 

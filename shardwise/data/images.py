@@ -76,7 +76,7 @@ class ImageReader:
         try:
             # The other backend needs torchvision, and resizes to slightly other numbers.
             found = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        except (ImportError, ValueError, OSError) as error:
+        except (ImportError, ValueError, TypeError, OSError) as error:
             raise ModelError(
                 f"{path}: the image processor cannot be loaded ({in_one_line(error)[:300]}); it needs the "
                 "package pillow (pip install pillow)"
@@ -85,9 +85,23 @@ class ImageReader:
             processor = image_processor_for(tower, found)
         except ModelError as error:
             raise ModelError(f"{path}: {error}") from None
+        except TypeError as error:
+            raise ModelError(
+                f"{path}: a value is of another kind than the image processor takes ({error}); take the file that "
+                "belongs to the model"
+            ) from None
         if not found.do_resize:
             raise ModelError(f"{path}: do_resize=false is not supported, for images come in all sizes; set it to true")
         return cls(processor, tower)
+
+    @classmethod
+    def load_unless_unusable(cls, folder: Path) -> "ImageReader | None":
+        """As `load`, but for a folder whose image processor cannot be used: that stops whoever reads an image, and
+        nobody who reads words alone."""
+        try:
+            return cls.load(folder)
+        except ModelError as error:
+            return UnusableReader(str(error))
 
     def open(self, cell: Any, folder: Path, name: str) -> ImageRef:
         """An image by its size.
@@ -163,6 +177,22 @@ class ImageReader:
             num_tokens=torch.tensor([image_ref.num_tokens]),
             sizes=torch.tensor([size]),
         )
+
+
+class UnusableReader(ImageReader):
+    """Stands in for the reader of a folder whose image processor cannot be used."""
+
+    def __init__(self, reason: str) -> None:
+        """`reason`: why it cannot, and what to do about it."""
+        self._reason = reason
+
+    def open(self, cell: Any, folder: Path, name: str) -> ImageRef:
+        """Raises DataError."""
+        raise DataError(f"{name}: {self._reason}")
+
+    def read(self, image_refs: Sequence[ImageRef]) -> Images:
+        """Raises DataError."""
+        raise DataError(f"{image_refs[0].name}: {self._reason}")
 
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")

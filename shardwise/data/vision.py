@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import DataError, ModelError
+from shardwise.console import warn
 from shardwise.data.chat import render_text
 from shardwise.data.images import ImageReader
 from shardwise.data.placeholders import Placeholder, placeholder_of
@@ -53,10 +54,7 @@ class Vision:
     @classmethod
     def load(cls, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> "Vision | None":
         """Reads it from a model folder; None if the model sees no images or the folder does not say how to prepare any.
-
-        Raises:
-            ModelError: as `ImageReader.load`.
-        """
+        Where the image processor cannot be used, that is said, and the model learns from words alone."""
         from transformers import AutoModelForImageTextToText
 
         from shardwise.model_config import blaming_config, read_model_config
@@ -71,7 +69,11 @@ class Vision:
                 f"the family {config.model_type} learns from words alone ({reason}; docs/vision.md names the families "
                 "that learn from images); use a model of one of them"
             )
-        reader = ImageReader.load(folder)
+        try:
+            reader = ImageReader.load(folder)
+        except ModelError as error:
+            warn(f"{error}; until then rows with images are refused")
+            return WordsAlone(str(error))
         if reader is None:
             return None
         placeholder = placeholder_of(folder, reader.tower, tokenizer, config.image_token_id)

@@ -256,6 +256,22 @@ def test_only_a_processor_for_the_tower_of_the_model_is_taken(model_folder):
     assert ImageReader.load(model_folder) is not None
 
 
+def test_a_processor_that_cannot_be_used_stops_who_reads_an_image(reader, picture, model_folder):
+    one = reader.open(picture(), model_folder, "row 1: image 1")
+    assert ImageReader.load_unless_unusable(model_folder) is None
+    CLIPImageProcessorPil().save_pretrained(model_folder)
+    unusable = ImageReader.load_unless_unusable(model_folder)
+    reason = rf"^row 1: image 1: {model_folder}/preprocessor_config\.json: the image processor is CLIPImageProcessorPil"
+    with pytest.raises(DataError, match=reason):
+        unusable.open(picture(), model_folder, "row 1: image 1")
+    with pytest.raises(DataError, match=reason):
+        unusable.read([one])
+    path = model_folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_processor_type": "Other"}))
+    with pytest.raises(DataError, match="the image processor cannot be loaded"):
+        ImageReader.load_unless_unusable(model_folder).read([one])
+
+
 def test_a_processor_is_read_where_transformers_5_writes_it(reader, picture, model_folder):
     """Beside that of text and videos, in one file."""
     tree = {"image_processor": reader._processor._processor.to_dict(), "processor_class": "Qwen2VLProcessor"}

@@ -3,8 +3,10 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 from tiny_models import tiny_vision_model
 from transformers import AutoTokenizer, GenerationConfig
+from vision_folders import vision_folder
 
 from shardwise.config import ConfigError, DataError, ModelConfig, ModelError, SamplingConfig, SFTConfig
 from shardwise.data import Vision
@@ -138,6 +140,51 @@ def test_images_are_refused_with_their_row_where_vllm_is_not_given_those_of_the_
     ):
         shown.take([{"role": "user", "content": "<image>"}], row, "images")
     assert shown.take([{"role": "user", "content": "2+3="}], replace(row, values={}), "images")[1] == []
+
+
+UNUSABLE = {
+    "of another kind": json.dumps({"image_processor_type": "CLIPImageProcessor"}),
+    "unknown": json.dumps({"image_processor_type": "OtherImageProcessor"}),
+    "damaged": "{",
+}
+
+
+@pytest.mark.parametrize("text", UNUSABLE.values(), ids=UNUSABLE)
+def test_words_alone_are_learnt_from_as_before_where_the_image_processor_cannot_be_used(
+    group_of_one, write_jsonl, tmp_path, capsys, text
+):
+    """The losses are those of a folder that is whole; a row with an image is refused with what is wrong."""
+    vision_folder("qwen3_vl", tmp_path / "whole")
+    path = shutil.copytree(tmp_path / "whole", tmp_path / "model") / "preprocessor_config.json"
+    path.write_text(text)
+    rows = write_jsonl("rows.jsonl", [{"prompt": f"{n}+{n}=", "response": str(2 * n)} for n in range(4)])
+
+    def learn(name, files=rows):
+        tree = {
+            "model": {"path": str(tmp_path / name)},
+            "data": {"train_files": files, "max_sequence_tokens": 64},
+            "trainer": {
+                "output_dir": str(tmp_path / f"run of {name}"),
+                "batch_size": 2,
+                "total_steps": 2,
+                "learning_rate": 1e-2,
+            },
+        }
+        train(SFTConfig.parse(tree, origin="test"), group_of_one)
+        group_of_one.call("close")
+        metrics = (tmp_path / f"run of {name}" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["train/loss"] for line in metrics]
+
+    expected = learn("whole")
+    assert str(path.name) not in capsys.readouterr().err
+    assert learn("model") == expected
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if path.name in line]
+    assert warning.startswith(f"warning: {path}")
+    assert warning.endswith("; until then rows with images are refused")
+    Image.new("RGB", (16, 8)).save(tmp_path / "a.png")
+    seen = write_jsonl("seen.jsonl", [{"prompt": "<image>Which?", "response": "5", "images": ["a.png"]}])
+    with pytest.raises(DataError, match=rf'^seen\.jsonl line 1: the row has images in its column "images", and {path}'):
+        learn("model", seen)
 
 
 def test_spare_rows_of_the_embedding_are_fine(folder):

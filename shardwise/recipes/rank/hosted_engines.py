@@ -125,7 +125,7 @@ class HostedEngines:
                 total_steps=total_steps,
                 with_trained=with_trained,
             )
-        self._by_role[role] = HostedEngine(built, opened, ImageReader.load(Path(opened.model.path)))
+        self._by_role[role] = HostedEngine(built, opened, ImageReader.load_unless_unusable(Path(opened.model.path)))
         return built.num_parameters, built.num_trained_parameters, built.num_bytes_read
 
     def load_initial_weights(self, role: str) -> int:

@@ -46,7 +46,7 @@ class RolloutHost:
         self._engines.clear_device()
         release_cached_blocks()  # an engine in another process takes free memory
         config, device = ModelConfig.model_validate_json(model), self._engines.device
-        self._reader = ImageReader.load(Path(config.path))
+        self._reader = ImageReader.load_unless_unusable(Path(config.path))
         engine = build_rollout(
             config,
             SamplingConfig.model_validate_json(rollout),
