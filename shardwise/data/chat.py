@@ -1,8 +1,7 @@
 """Text to tokens: prompts, responses and conversations, through the tokenizer's chat template where one is wanted."""
 
-from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from shardwise.config import DataError
 from shardwise.data.messages import (
@@ -14,15 +13,13 @@ from shardwise.data.messages import (
     with_system_prompt,
 )
 from shardwise.data.sources import describe_type, preview
+from shardwise.data.template_forms import formed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ANY_PROMPT, _ANY_TURN = "prompt", "<[any turn]>"
 """Stand-ins for a prompt and a turn: what a template writes after a turn does not depend on what the turn says."""
-_ANY_WORDS, _OTHER_WORDS = "some words", "and others"
-_CONVERSATIONS = (("user",), ("user", "assistant", "user"), ("system", "user"))
-"""Roles of the conversations that show how a template takes words; some take no other."""
 _BEFORE, _SPACE = "\n", "\N{LOWER ONE EIGHTH BLOCK}"
 """Text that no word continues, and SentencePiece's own character for a space."""
 
@@ -40,7 +37,8 @@ def render_prompt(
     """Renders a prompt as token ids [L], ready to be followed by a response.
 
     Args:
-        prompt: text (one user message for the chat template), or messages.
+        prompt: text (one user message for the chat template), or messages, whose contents may be parts as
+            `take_images` returns them.
         apply_chat_template: False tokenizes the text as it is, after the special tokens that the tokenizer puts first.
         system_prompt: put before messages that have no system message; only with a chat template.
         origin: names the row in errors.
@@ -50,7 +48,7 @@ def render_prompt(
         DataError: an empty prompt, bad messages, no chat template, or a text that spells one of `media_token_ids`.
     """
     if apply_chat_template:
-        messages = prompt_messages(prompt, system_prompt, origin)
+        messages = prompt_messages(prompt, system_prompt, origin, may_have_parts=True)
         text = _render(tokenizer, messages, origin, add_generation_prompt=True, tools=tools)
         token_ids = _encode(tokenizer, text)
     else:
@@ -76,7 +74,7 @@ def render_response_sample(
         token ids [L] and loss mask [L].
     """
     if apply_chat_template:
-        messages = prompt_messages(prompt, system_prompt, origin)
+        messages = prompt_messages(prompt, system_prompt, origin, may_have_parts=True)
         answer = {"role": "assistant", "content": response}
         return render_conversation(
             tokenizer,
@@ -109,7 +107,7 @@ def render_conversation(
     nothing learns from them.
 
     Args:
-        messages: the first of them is not the assistant's.
+        messages: the first of them is not the assistant's. Contents may be parts as `take_images` returns them.
         origin: names the row in errors.
         system_prompt: put before messages that have no system message.
         trained_from: index of a message, the system prompt included; assistant turns before it are context.
@@ -122,7 +120,7 @@ def render_conversation(
             turn's tool calls, or one that changes the text of earlier turns when later ones follow, so that no mask
             over them would be right.
     """
-    messages = with_system_prompt(checked_messages(messages, origin), system_prompt)
+    messages = with_system_prompt(checked_messages(messages, origin, may_have_parts=True), system_prompt)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= trained_from]
     if not turns:
         raise DataError(f"{origin}: the conversation has no assistant turn, so there is nothing to learn from it")
@@ -200,15 +198,6 @@ def render_observation(
     return token_ids[end + 1 :] if ends_the_turn else token_ids
 
 
-def render_text(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], origin: str) -> str:
-    """Renders messages as text through the chat template, without a generation prompt.
-
-    Raises:
-        DataError: no chat template, or one that refuses them.
-    """
-    return _render(tokenizer, messages, origin, add_generation_prompt=False)
-
-
 def turn_end_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """Finds the token that the chat template ends an assistant's turn with: the tokenizer's end-of-sequence token, else
     the first special one that follows what was said. Base models often come with a template that ends turns with a
@@ -257,9 +246,8 @@ def _render(
         )
     try:
         template = tokenizer.get_chat_template(tools=list(tools) or None)
-        form = _form_of_words(tokenizer, template)
         return tokenizer.apply_chat_template(
-            [_with_words(message, form) for message in messages],
+            [formed(tokenizer, template, message) for message in messages],
             tools=list(tools) or None,
             chat_template=template,
             tokenize=False,
@@ -271,50 +259,6 @@ def _render(
             f"{origin}: the chat template refuses the messages ({error}): {preview(messages)}; "
             "fix the row or set model.chat_template=FILE"
         ) from None
-
-
-def _with_words(message: Message, form: Callable[[str], Any]) -> Message:
-    content = message["content"]
-    return {**message, "content": form(content)} if isinstance(content, str) else message
-
-
-@lru_cache(maxsize=8)
-def _form_of_words(tokenizer: "PreTrainedTokenizerBase", template: str) -> Callable[[str], Any]:
-    """Finds the form in which a chat template takes words: a string, or a list of one part, as LLaVA's do, which write
-    the same whatever a string says. One that refuses all that is tried is given strings.
-
-    Raises:
-        ValueError: it writes words in neither form.
-    """
-
-    def written(form: Callable[[str], Any], roles: Sequence[str], words: str) -> str | None:
-        messages = [{"role": role, "content": form(words)} for role in roles]
-        try:
-            return str(
-                tokenizer.apply_chat_template(
-                    messages, chat_template=template, tokenize=False, add_generation_prompt=True
-                )
-            )
-        except Exception:  # as above
-            return None
-
-    def tells(form: Callable[[str], Any]) -> list[bool]:
-        """Of the conversations that it takes: whether other words are written as another text, and no list as it is."""
-        texts = [(written(form, roles, _ANY_WORDS), written(form, roles, _OTHER_WORDS)) for roles in _CONVERSATIONS]
-        return [one != other and "'type'" not in one for one, other in texts if one is not None]
-
-    of_string = tells(str)
-    if any(of_string):
-        return str
-    if any(tells(_part)):
-        return _part
-    if of_string:
-        raise ValueError("it writes no word of a user's message, neither of a string nor of a list of parts")
-    return str
-
-
-def _part(words: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": words}]
 
 
 def _require_calls_written(

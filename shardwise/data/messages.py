@@ -7,7 +7,8 @@ from shardwise.config import DataError
 from shardwise.data.sources import describe_type, preview, without_nulls
 
 Message = dict[str, Any]
-"""`{"role": "user", "content": "2+3="}`; further keys go to the chat template as they are."""
+"""`{"role": "user", "content": "2+3="}`, or with a list of parts for a content; further keys go to the chat template as
+they are."""
 ToolSchema = dict[str, Any]
 """A function as chat templates take it: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
 
@@ -41,7 +42,7 @@ def checked_messages(messages: Any, origin: str, *, may_have_parts: bool = False
     """Returns the messages without null keys and with the arguments of tool calls as objects, as templates take them.
 
     Args:
-        may_have_parts: whether a content may also be a list of parts, which `Vision.take` makes a string of.
+        may_have_parts: whether a content may also be a list of parts, whatever they are.
     Raises:
         DataError: not a list of objects with a role and a content that are strings; names the message. Only a message
             with tool calls needs no content, which is then empty.
@@ -74,9 +75,17 @@ def checked_messages(messages: Any, origin: str, *, may_have_parts: bool = False
 
 def require_content(messages: list[Message], origin: str) -> None:
     """Raises DataError: the messages of a prompt say nothing."""
-    contents = [message["content"] for message in messages]
-    if not any(content.strip() if isinstance(content, str) else content for content in contents):
+    if not any(_says_something(message["content"]) for message in messages):
         raise DataError(f"{origin}: the prompt is empty; fill it in or remove it")
+
+
+def _says_something(content: Any) -> bool:
+    match content:
+        case str(words) | {"type": "text", "text": str(words)}:
+            return bool(words.strip())
+        case list(parts):
+            return any(map(_says_something, parts))
+    return True
 
 
 def _has_parts(message: Message, key: str) -> bool:

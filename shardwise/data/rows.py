@@ -25,7 +25,7 @@ from shardwise.data.sources import (
     read_rows,
     without_nulls,
 )
-from shardwise.data.vision import Vision, row_images
+from shardwise.data.vision import Vision, in_words, row_images
 from shardwise.types import Example, ImageRef, Sample
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def prompt_examples(
     num_truncated = 0
     for row in rows:
         offered = _offered_tools(config, row, tools)
-        row, image_refs = _with_image_words(config, row, config.prompt_column, vision)
+        row, image_refs = _with_image_parts(config, row, config.prompt_column, vision)
         prompt_ids = render_prompt(
             tokenizer,
             get_prompt(config, row),
@@ -266,17 +266,17 @@ def _tokenize_supervised(
 ) -> tuple[Rendered, list[ImageRef]]:
     """Renders a row as a sequence that includes the tokens of its images; returns it with these images."""
     column = config.messages_column if has_column(row, config.messages_column) else config.prompt_column
-    row, image_refs = _with_image_words(config, row, column, vision)
+    row, image_refs = _with_image_parts(config, row, column, vision)
     rendered = _render_supervised(config, row, tokenizer, unshown)
     if vision is not None:
         rendered = vision.expand(*rendered, image_refs, row.origin)
     return rendered, image_refs
 
 
-def _with_image_words(
+def _with_image_parts(
     config: SupervisedDataConfig | EvalDataConfig, row: Row, column: str, vision: Vision | None
 ) -> tuple[Row, list[ImageRef]]:
-    """Returns the row with the chat template's text for its images written into `column`, and the images."""
+    """Returns the row with what `take_images` makes of its messages in `column`, and the images."""
     cell = get_cell(row, column)
     words, image_refs = take_images(config, row, cell, vision)
     if words is cell:
@@ -292,7 +292,7 @@ def take_images(
     *,
     num_context: int | None = None,
 ) -> tuple[Any, list[ImageRef]]:
-    """Returns what `Vision.take` returns for a row's messages; without a vision they are as they were.
+    """Returns what `Vision.take` returns for a row's messages; without a vision all their parts are text.
 
     Raises:
         DataError: as there, or the row has images, and nothing shows them.
@@ -307,7 +307,14 @@ def take_images(
             "preprocessor_config.json or processor_config.json, its image processor; use one, or set "
             "data.images_column to a column that is not there"
         )
-    return messages, []
+
+    def refusal(part: Any) -> DataError:
+        return DataError(
+            f'{row.origin}: a part of a content is {preview(part)}, expected {{"type": "text", "text": ...}}, for this '
+            "model is shown no images here; remove it"
+        )
+
+    return in_words(messages, refusal) if config.apply_chat_template else messages, []
 
 
 def _render_supervised(
@@ -425,7 +432,9 @@ def _example(
         )
     has_source = has_column(row, config.data_source_column)
     given, kept_ids = get_prompt(config, row), prompt_ids[-config.max_prompt_tokens :]
-    messages = prompt_messages(given, config.system_prompt, row.origin) if config.apply_chat_template else None
+    messages = None
+    if config.apply_chat_template:
+        messages = prompt_messages(given, config.system_prompt, row.origin, may_have_parts=True)
     # Plain text as it was given: a reward model's tokenizer adds its special tokens to it once more.
     is_whole_text = messages is None and len(kept_ids) == len(prompt_ids)
     return Example(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardwise.config import DataError, ModelError
 from shardwise.console import warn
-from shardwise.data.chat import render_text
 from shardwise.data.images import ImageReader
 from shardwise.data.placeholders import Placeholder, placeholder_of
 from shardwise.data.sources import Row, get_cell, has_column, preview, without_nulls
+from shardwise.data.template_forms import IMAGE, ImageForm, Part, image_form, text_part
 from shardwise.families import finds_positions, vision_reason
 from shardwise.types import ImageRef
 
@@ -83,14 +83,16 @@ class Vision:
     def take(
         self, messages: Any, row: Row, images_column: str, *, num_context: int | None = None
     ) -> tuple[Any, list[ImageRef]]:
-        """The images of a conversation, or of a prompt that is a string, and the words with what the chat template
-        writes for an image in the place of each.
+        """The images of a conversation, or of a prompt that is a string, and the messages with parts for them.
 
         Args:
             messages: as the row has them. A content is a string with a PLACEHOLDER for each image, or a list of
                 `{"type": "text", "text": ...}` and `{"type": "image"}`; `{"type": "image", "image": ...}` (or "path",
                 "url", "bytes") has an image of its own, the others take those of the column in their order.
             num_context: how many of the messages may have images: those that the others answer; None: all.
+        Returns:
+            The messages and the images. A content that was a list, or has an image, is a list of parts as chat
+            templates take them; a prompt with an image becomes a user's message.
         Raises:
             DataError: an image that is missing, damaged or too large; more images than places for them, or fewer; a
                 place behind the context.
@@ -98,7 +100,9 @@ class Vision:
         """
         taking = _Taking(self, row, images_column)
         if isinstance(messages, str):
-            return taking.text(messages), taking.finish()
+            content = taking.text(messages)
+            said = content if isinstance(content, str) else [{"role": "user", "content": content}]
+            return said, taking.finish()
         if not isinstance(messages, list):
             return messages, []
         words = [taking.message(message) for message in messages[:num_context]]
@@ -188,45 +192,28 @@ class Vision:
         part = f'{{"type": "text", "text": "{PLACEHOLDER}"}}'
         return f'. Where {PLACEHOLDER} is text, give the message as {{"role": ..., "content": [{part}]}}'
 
-    @property
-    def image_text(self) -> str:
-        """What the chat template writes for an image, whatever stands around it."""
-        return self._written[0]
-
-    @property
-    def images_first(self) -> bool:
-        """Whether the chat template writes the images of a message in front of its words, wherever they stand there."""
-        return self._written[1]
-
     @cached_property
-    def _written(self) -> tuple[str, bool]:
-        """`image_text` and `images_first`."""
-        first, second, image = "<[before]>", "<[behind]>", {"type": "image"}
+    def image_form(self) -> ImageForm:
+        """What the chat template makes of an image.
 
-        def render(content: Any) -> str:
-            return render_text(self._tokenizer, [{"role": "user", "content": content}], "an image")
-
-        def words(text: str) -> dict[str, str]:
-            return {"type": "text", "text": text}
-
-        found, in_place, in_front = "", False, False
-        with suppress(DataError, TypeError):  # of a template that takes every content for a string
-            opening = render(first).partition(first)[0]
-            found = render([image, words(first)]).partition(first)[0].removeprefix(opening)
-            in_place = render([words(first), image, words(second)]) == render(first + found + second)
-            in_front = render([words(first), image]) == render(found + first)
-        template = f"the chat template of {self._tokenizer.name_or_path} writes {found!r} for an image"
-        if self._tokenizer.encode(found, add_special_tokens=False).count(self._image_token_id) != 1:
+        Raises:
+            ModelError: nothing that the model finds, or somewhere else than where rows may have it.
+        """
+        form = ImageForm("", "elsewhere")
+        with suppress(ValueError):  # without a template, or with one that writes no words
+            form = image_form(self._tokenizer, self._tokenizer.get_chat_template())
+        template = f"the chat template of {self._tokenizer.name_or_path} writes {form.text!r} for an image"
+        if self._tokenizer.encode(form.text, add_special_tokens=False).count(self._image_token_id) != 1:
             raise ModelError(
                 f"{template}, without the one {self._image_token!r} that the model looks "
                 "for; set model.chat_template=FILE to the one that belongs to the model"
             )
-        if not in_place and not in_front:
+        if form.place == "elsewhere":
             raise ModelError(
                 f"{template}, but neither where it stands in its message nor in front of the words; set "
                 "model.chat_template=FILE to one that does"
             )
-        return found, not in_place
+        return form
 
 
 class WordsAlone(Vision):
@@ -239,28 +226,14 @@ class WordsAlone(Vision):
     def take(
         self, messages: Any, row: Row, images_column: str, *, num_context: int | None = None
     ) -> tuple[Any, list[ImageRef]]:
-        """The messages, each with a content that is a string.
+        """The messages, whose parts are all text.
 
         Raises:
             DataError: the row has an image, or another part that is no text.
         """
         if any(cell is not None for cell in row_images(row, images_column)):
             raise self._refusal(row, f'has images in its column "{images_column}"')
-        if not isinstance(messages, list):
-            return messages, []
-        return [self._words(message, row) for message in messages], []
-
-    def _words(self, message: Any, row: Row) -> Any:
-        match message:
-            case {"content": list(parts)}:
-                return {**message, "content": "".join(self._text_of(without_nulls(part), row) for part in parts)}
-        return message
-
-    def _text_of(self, part: Any, row: Row) -> str:
-        match part:
-            case {"type": "text", "text": str(text)}:
-                return text
-        raise self._refusal(row, f"has {preview(part)} in a content")
+        return in_words(messages, lambda part: self._refusal(row, f"has {preview(part)} in a content")), []
 
     def _refusal(self, row: Row, what: str) -> DataError:
         return DataError(
@@ -294,17 +267,26 @@ class _Taking:
         """Whether no image may follow, for what follows are answers."""
 
     def message(self, message: Any) -> Any:
-        """With a content that is a string."""
+        """With parts for its images."""
         match message:
             case {"content": str(text)}:
                 return {**message, "content": self.text(text)}
             case {"content": list(parts)}:
-                return {**message, "content": self._joined([self._part(without_nulls(part)) for part in parts])}
+                return {**message, "content": self._placed([self._part(without_nulls(part)) for part in parts])}
         return message
 
-    def text(self, text: str) -> str:
+    def text(self, text: str) -> str | list[Part]:
+        """A content that is a string: in parts if it has an image. A line that ends behind an image ends once: there
+        the template may end it itself."""
         before, *rest = text.split(PLACEHOLDER)
-        return self._joined([before, *(piece for words in rest for piece in (self._next(), words))])
+        if not rest:
+            return text
+        parts = [text_part(before)]
+        for words in rest:
+            parts.append(self._next())
+            ends_line = self._vision.image_form.text.endswith("\n")
+            parts.append(text_part(words.removeprefix("\n") if ends_line else words))
+        return self._placed([part for part in parts if part.get("text") != ""])
 
     def finish(self) -> list[ImageRef]:
         """All of them."""
@@ -316,23 +298,22 @@ class _Taking:
             )
         return self._image_refs
 
-    def _joined(self, pieces: list[str]) -> str:
-        """The content of a message: words, and the text of each of its images."""
-        joined = "".join(pieces)
-        if self._image_refs and self._vision.images_first:
-            image = self._vision.image_text
-            if joined.rpartition(image)[0].replace(image, "").strip():
-                raise DataError(
-                    f"{self._row.origin}: words stand before an image, and the chat template writes all images of a "
-                    "message before its words; put the images first, or set model.chat_template=FILE to one that keeps "
-                    f"their places: {preview(joined)}"
-                )
-        return joined
+    def _placed(self, parts: list[Part]) -> list[Part]:
+        """The parts of a message, of which a template that writes images first would move none with words."""
+        num_before_image = max((number for number, part in enumerate(parts) if part == IMAGE), default=0)
+        words = "".join(part["text"] for part in parts[:num_before_image] if part != IMAGE)
+        if words.strip() and self._vision.image_form.place == "in front":
+            raise DataError(
+                f"{self._row.origin}: words stand before an image, and the chat template writes all images of a "
+                "message before its words; put the images first, or set model.chat_template=FILE to one that keeps "
+                f"their places: {preview(parts)}"
+            )
+        return parts
 
-    def _part(self, part: Any) -> str:
+    def _part(self, part: Any) -> Part:
         match part:
             case {"type": "text", "text": str(text)}:
-                return text
+                return text_part(text)
             case {"type": "image", **source} if not source:
                 return self._next()
             case {"type": "image", **source} if len(source) == 1 and source.keys() <= _SOURCES:
@@ -351,18 +332,40 @@ class _Taking:
                 f"there, or remove it{self._vision.way_to_spell}"
             )
 
-    def _next(self) -> str:
+    def _next(self) -> Part:
         self._require_context()
         place = self._num_from_column
         self._num_from_column += 1
         if place >= len(self._cells):
-            return self._vision.image_text  # `finish` says how many there are
+            return IMAGE  # `finish` says how many there are
         return self._add(self._cells[place])
 
-    def _add(self, cell: Any) -> str:
+    def _add(self, cell: Any) -> Part:
         name = f"{self._row.origin}: image {len(self._image_refs) + 1}"
         self._image_refs.append(self._vision.open(cell, self._row.folder, name))
-        return self._vision.image_text
+        return IMAGE
+
+
+def in_words(messages: Any, refusal: Callable[[Any], DataError]) -> Any:
+    """Messages, or a prompt that is a string, where no image is shown.
+
+    Raises:
+        DataError: `refusal` of a part that is no text.
+    """
+
+    def text_of(part: Any) -> Part:
+        match plain := without_nulls(part):
+            case {"type": "text", "text": str(text)}:
+                return text_part(text)
+        raise refusal(plain)
+
+    def spoken(message: Any) -> Any:
+        match message:
+            case {"content": list(parts)}:
+                return {**message, "content": [text_of(part) for part in parts]}
+        return message
+
+    return [spoken(message) for message in messages] if isinstance(messages, list) else messages
 
 
 def row_images(row: Row, column: str) -> list[Any]:

@@ -154,6 +154,47 @@ def test_a_template_that_takes_words_as_parts_is_given_parts(tokenizer, template
     assert observed(tokenizer, "and 4+4?", last="5").endswith(expected[2])
 
 
+IN_PARTS = [
+    turn | {"content": [{"type": "text", "text": words} for words in turn["content"].partition(" ") if words]}
+    for turn in TALK
+]
+TAKES_PARTS = (  # writes a mark behind each
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text + '/' }}{% endfor %}{% endif %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+PARTS_OF_USERS = TAKES_PARTS.replace("m.content is string", "m.role != 'user' or m.content is string")
+
+
+def test_parts_are_parts_to_a_template_that_writes_them_one_by_one(tokenizer):
+    """Token for token what transformers makes of the same messages."""
+    tokenizer.chat_template = TAKES_PARTS
+    token_ids, loss_mask = render_conversation(tokenizer, IN_PARTS, "row")
+    assert token_ids == tokenizer.apply_chat_template(IN_PARTS, return_dict=False)
+    assert [text for trained, text in spans(tokenizer, token_ids, loss_mask) if trained] == [
+        "5/<|end|>",
+        "it/ /is 8/<|end|>",
+    ]
+    expected = tokenizer.apply_chat_template(IN_PARTS[:4], tokenize=False, add_generation_prompt=True)
+    assert prompt_text(tokenizer, IN_PARTS[:4]) == expected
+
+
+@pytest.mark.parametrize("template", [None, CHATML, WITHOUT_END])
+def test_parts_are_joined_for_a_template_that_takes_strings_alone(tokenizer, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    assert render_conversation(tokenizer, IN_PARTS, "row") == render_conversation(tokenizer, TALK, "row")
+    tokenizer.chat_template = PARTS_OF_USERS
+    mixed = [part if part["role"] == "user" else turn for part, turn in zip(IN_PARTS, TALK, strict=True)]
+    token_ids, _ = render_conversation(tokenizer, IN_PARTS, "row")
+    assert token_ids == tokenizer.apply_chat_template(mixed, return_dict=False)
+
+
+def test_parts_that_say_nothing_are_an_empty_prompt(tokenizer):
+    empty = [{"role": "user", "content": [{"type": "text", "text": " "}]}]
+    with pytest.raises(DataError, match="row: the prompt is empty"):
+        prompt_text(tokenizer, empty)
+
+
 LAST_IF_ASKED = "{% if loop.index0 % 2 or not loop.last or add_generation_prompt %}[{{ m.content }}]{% endif %}"
 BEHIND_A_SYSTEM = "{% if loop.first %}{{ 'S:' + m.content }}{% else %}[{{ m.content }}]{% endif %}"
 SPREAD = "{{ m.role + ': ' + (m.content | list | join(' ')) + ';' }}"

@@ -210,9 +210,8 @@ def learn_row(folder, tokenizer, config, messages, images, **settings):
     return loaded.rows[0]
 
 
-@pytest.mark.parametrize("family", vision_families("qwen2_vl", "glm4v", of=GRID_FAMILIES))
-def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, monkeypatch):
-    """Tokens, pixels and positions. GLM's shows videos by the token of images, between marks of their own."""
+def prepare_grid(family, folder, monkeypatch):
+    """As `prepare_marked`."""
     kind, image_kind = PROCESSORS.get(family, (Qwen3VLProcessor, Qwen2VLImageProcessorPil))
     tokenizer, words = train_tokenizer(["2+3=5"], vocab_size=261), GLM_WORDS if family.startswith("glm") else WORDS
     tokenizer.add_special_tokens({"additional_special_tokens": words})
@@ -220,16 +219,21 @@ def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, 
     model = tiny_vision_model(family)
     model.config.image_token_id, model.config.video_token_id = tokenizer.convert_tokens_to_ids([words[1], words[3]])
     model.config.text_config.vocab_size = len(tokenizer)
-    model.config.save_pretrained(tmp_path)
+    model.config.save_pretrained(folder)
     image_processor = image_kind(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
-    image_processor.save_pretrained(tmp_path)
+    image_processor.save_pretrained(folder)
+    monkeypatch.setattr(kind, "check_argument_for_proper_class", lambda *_: None)  # that of videos needs torchvision
+    return model, tokenizer, kind(image_processor=image_processor, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("family", vision_families("qwen2_vl", "glm4v", of=GRID_FAMILIES))
+def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, monkeypatch):
+    """Tokens, pixels and positions. GLM's shows videos by the token of images, between marks of their own."""
+    model, tokenizer, processor = prepare_grid(family, tmp_path, monkeypatch)
     images = [Image.effect_noise(size, 90).convert("RGB") for size in ((16, 8), (20, 44))]
     for number, image in enumerate(images):
         image.save(tmp_path / f"{number}.png")
     messages = talk([IMAGE, TEXT, IMAGE])
-
-    monkeypatch.setattr(kind, "check_argument_for_proper_class", lambda *_: None)  # that of videos needs torchvision
-    processor = kind(image_processor=image_processor, tokenizer=tokenizer)
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     expected = processor(text=[text], images=images, return_tensors="pt")
     found = learn_row(tmp_path, tokenizer, model.config, messages, ["0.png", "1.png"])
@@ -244,7 +248,7 @@ def test_rows_are_what_the_models_own_processor_makes_of_them(family, tmp_path, 
         assert torch.equal(found.position_ids, positions[:, 0])
     else:
         assert found.position_ids is None
-    for spelt in (words[1], words[3]):
+    for spelt in tokenizer.convert_ids_to_tokens([model.config.image_token_id, model.config.video_token_id]):
         with pytest.raises(DataError, match="the text "):
             learn_row(tmp_path, tokenizer, model.config, talk(f"a {spelt} b"), [])
 
@@ -307,6 +311,104 @@ def test_rows_of_a_template_that_writes_images_first_have_them_first(family, tem
     for behind in ("<image>Which?<image>", [IMAGE, TEXT, IMAGE], [TEXT, IMAGE, IMAGE]):
         with pytest.raises(DataError, match=r"line 1: words stand before an image, .*; put the images first, or set"):
             learn(talk(behind), ["0.png"] * 2)
+
+
+SEVERAL = [
+    {"role": "system", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+    {"role": "user", "content": [IMAGE, IMAGE, TEXT, {"type": "text", "text": "Or not?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "5."}]},
+    {"role": "user", "content": [IMAGE, TEXT]},
+    {"role": "assistant", "content": [{"type": "text", "text": "7"}]},
+]
+AMONG = [*SEVERAL[:3], {"role": "user", "content": [TEXT, IMAGE, TEXT, TEXT, IMAGE, TEXT]}, *SEVERAL[4:]]
+"""Only for templates that write images in their places."""
+
+
+def own_rendering(processor, messages, images):
+    """The tokens that transformers makes of a conversation: template, placeholders and all."""
+    seen = iter(images)
+    shown = [
+        {**message, "content": [part | ({"image": next(seen)} if part == IMAGE else {}) for part in message["content"]]}
+        for message in messages
+    ]
+    template = processor.tokenizer.chat_template
+    found = processor.apply_chat_template(shown, chat_template=template, tokenize=True, return_dict=True)
+    return list(found["input_ids"][0])
+
+
+ALL_FAMILIES = vision_families("qwen2_5_vl", "glm46v", *MARKED, of=[*GRID_FAMILIES, *MARKED])
+
+
+@pytest.mark.parametrize("spaced", [False, True], ids=["as the hub has them", "a space behind every part"])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_parts_are_written_as_the_processors_own_template_writes_them(family, spaced, tmp_path, monkeypatch):
+    """Several of words and images in every role, token for token what `processor.apply_chat_template` gives."""
+    if family in MARKED:
+        model, tokenizer, processor = prepare_marked(family, tmp_path)
+    else:
+        model, tokenizer, processor = prepare_grid(family, tmp_path, monkeypatch)
+    if spaced:
+        for text in ("part['text']", "item.text"):
+            tokenizer.chat_template = tokenizer.chat_template.replace(f"{text} }}}}", f"{text} + ' ' }}}}")
+        assert " + ' '" in tokenizer.chat_template
+    images = [Image.effect_noise(size, 90).convert("RGB") for size in ((16, 8), (20, 44), (40, 33))]
+    for number, image in enumerate(images):
+        image.save(tmp_path / f"{number}.png")
+    for messages, count in ((SEVERAL, 3), (AMONG, 4)):
+        seen = [*range(3), 0][:count]
+        found = learn_row(tmp_path, tokenizer, model.config, messages, [f"{number}.png" for number in seen])
+        assert found.token_ids.tolist() == own_rendering(processor, messages, [images[number] for number in seen])
+        spoken = "It is  5. <|end|>7 <|end|>" if spaced else "It is 5.<|end|>7<|end|>"
+        assert tokenizer.decode(found.token_ids[found.loss_mask]) == spoken
+
+
+@pytest.mark.parametrize("template", [LLAVA_1_5, LLAVA_1_6_MISTRAL], ids=["llava-1.5", "llava-1.6"])
+@pytest.mark.parametrize("family", ["llava", "llava_next"])
+def test_parts_of_a_template_that_writes_images_first_are_written_as_it_does(family, template, tmp_path):
+    """LLaVA 1.6's writes the first part alone of what is no user's: there they are joined."""
+    model, tokenizer, processor = prepare_marked(family, tmp_path, template)
+    picture = Image.effect_noise((20, 44), 90).convert("RGB")
+    picture.save(tmp_path / "0.png")
+    found = learn_row(tmp_path, tokenizer, model.config, SEVERAL, ["0.png"] * 3)
+    whole = [
+        message | {"content": [{"type": "text", "text": "".join(part["text"] for part in message["content"])}]}
+        if message["role"] != "user" and template == LLAVA_1_6_MISTRAL
+        else message
+        for message in SEVERAL
+    ]
+    assert found.token_ids.tolist() == own_rendering(processor, whole, [picture] * 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "ends_line"),
+    [
+        *(
+            (family, template, True)
+            for family in ("llava", "llava_next")
+            for template in (LLAVA_1_5, LLAVA_1_6_MISTRAL)
+        ),
+        ("llava", None, True),
+        ("internvl", None, True),
+        ("mistral3", None, False),
+    ],
+)
+def test_a_line_that_ends_behind_an_image_ends_once(family, template, ends_line, tmp_path):
+    """In a string, as LLaVA's data have it, of a template that ends it itself; parts say what they say."""
+    model, tokenizer, processor = prepare_marked(family, tmp_path, template)
+    picture = Image.effect_noise((20, 44), 90).convert("RGB")
+    picture.save(tmp_path / "0.png")
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "5"}]}
+    for words, parts in (
+        ("<image>\nWhich?", [IMAGE, {"type": "text", "text": "Which?" if ends_line else "\nWhich?"}]),
+        ("<image>\n<image>\nWhich?", [IMAGE, IMAGE, {"type": "text", "text": "Which?"}] if ends_line else None),
+        ("<image>\n\nWhich?", [IMAGE, {"type": "text", "text": "\nWhich?" if ends_line else "\n\nWhich?"}]),
+        ([IMAGE, {"type": "text", "text": "\nWhich?"}], [IMAGE, {"type": "text", "text": "\nWhich?"}]),
+    ):
+        if parts is not None:
+            images = [picture] * parts.count(IMAGE)
+            found = learn_row(tmp_path, tokenizer, model.config, talk(words), ["0.png"] * len(images))
+            expected = own_rendering(processor, [{"role": "user", "content": parts}, answer], images)
+            assert found.token_ids.tolist() == expected
 
 
 @pytest.mark.parametrize("limit", range(18, 50))

@@ -551,9 +551,13 @@ def test_rows_with_images_are_refused_where_nothing_shows_them(tokenizer, seeing
         with pytest.raises(DataError, match=r'train\.jsonl line 1: column "images" has images, which supervised'):
             read(files=write(row), **options)
         assert read(files=write({**row, "images": []}), **options).rows
-    parts = {"prompt": [user([WHICH])]}
-    with pytest.raises(DataError, match=r'"content" of message 1 is a list, expected a string'):
-        read(tokenizer, write(row | {"images": []} | parts))
+    shown, plain = ({"images": [], "prompt": [user(content)]} for content in ([WHICH, IMAGE], [WHICH, WHICH]))
+    with pytest.raises(DataError, match=r'line 1: a part of a content is {"type": "image"}, expected {"type": "text",'):
+        read(tokenizer, write(row | shown))
+    found, joined = (
+        read(tokenizer, write(row | {"images": [], "prompt": text})) for text in (plain["prompt"], "Which?" * 2)
+    )
+    assert found.rows[0].token_ids.tolist() == joined.rows[0].token_ids.tolist()
 
 
 @pytest.mark.parametrize("apply_chat_template", [True, False])
