@@ -68,7 +68,7 @@ class SequenceDataConfig(DataConfig):
     images_column: str = "images"
     """Images for a model with a vision tower, in the order of their places in the messages: paths (relative to the data
     file's folder), the bytes of files, or objects with either; a row without the column has only the images that its
-    messages hold. Both answers of a pair share them. Distillation refuses rows with images."""
+    messages hold. Both answers of a pair share them, and so does a teacher."""
 
     @model_validator(mode="after")
     def _tools_are_rendered(self) -> Self:

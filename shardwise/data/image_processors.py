@@ -47,6 +47,11 @@ class ImageProcessor(Protocol):
         """Returns the patches of a picture, as in `Images.pixel_values`, and its size."""
         ...
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What of its files decides what becomes of pictures."""
+        ...
+
 
 class GridProcessor:
     """Cuts pictures into a grid of small patches, for Qwen and GLM."""
@@ -75,6 +80,11 @@ class GridProcessor:
         """See ImageProcessor."""
         found = _processed(self._processor, picture)
         return found["pixel_values"], found["image_grid_thw"][0].tolist()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See ImageProcessor."""
+        return _settings(self._processor)
 
 
 class PixtralProcessor:
@@ -108,6 +118,11 @@ class PixtralProcessor:
         patches = unfold(found["pixel_values"], patch_size, stride=patch_size)[0].T
         return patches.contiguous(), found["image_sizes"][0].tolist()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See ImageProcessor."""
+        return _settings(self._processor)
+
 
 class TileProcessor:
     """Makes tiles of one size: several of a picture with a thumbnail behind them, for InternVL, or one, for LLaVA."""
@@ -135,6 +150,11 @@ class TileProcessor:
         """See ImageProcessor."""
         found = _processed(self._processor, picture, **self._options)
         return found["pixel_values"], [picture.height, picture.width]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See ImageProcessor."""
+        return _settings(self._processor)
 
 
 class AnyresProcessor:
@@ -169,6 +189,11 @@ class AnyresProcessor:
         found = _processed(self._processor, picture)
         return found["pixel_values"][0], [picture.height, picture.width]
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See ImageProcessor."""
+        return _settings(self._processor)
+
 
 def image_processor_for(tower: Tower, processor: Any) -> ImageProcessor:
     """Wraps transformers' image processor of a model with this tower.
@@ -201,6 +226,11 @@ def image_processor_for(tower: Tower, processor: Any) -> ImageProcessor:
 def _processed(processor: Any, picture: "Image", **options: Any) -> Any:
     """What a processor of transformers makes of one picture."""
     return processor(images=[picture], do_convert_rgb=True, return_tensors="pt", **options)
+
+
+def _settings(processor: Any) -> dict[str, Any]:
+    """What a processor of transformers was made with, whichever release wrote its file."""
+    return {key: value for key, value in processor.to_dict().items() if value is not None and key != "processor_class"}
 
 
 def _require_size(processor: Any, tower: TileTower) -> None:

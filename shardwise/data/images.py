@@ -103,6 +103,20 @@ class ImageReader:
         except ModelError as error:
             return UnusableReader(str(error))
 
+    def difference(self, other: "ImageReader") -> str | None:
+        """Why what this prepares is not what `other` would, as the end of a sentence about its model; None if both make
+        the same of every picture."""
+        if self.tower != other.tower:
+            return f"has another vision tower ({other.tower}, not {self.tower}); use a model of the same family"
+        own, others = self._processor.settings, other._processor.settings
+        for key in sorted(own.keys() | others.keys()):
+            if own.get(key) != others.get(key):
+                return (
+                    f"prepares images with {key}={others.get(key)}, and the model whose tokens it reads with "
+                    f"{key}={own.get(key)}; give both folders the same file of the image processor"
+                )
+        return None
+
     def open(self, cell: Any, folder: Path, name: str) -> ImageRef:
         """An image by its size.
 

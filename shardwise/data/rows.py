@@ -302,9 +302,9 @@ def take_images(
     if row_images(row, config.images_column):
         raise DataError(
             f'{row.origin}: column "{config.images_column}" has images, which supervised, preference and reward-model '
-            "training show to a model, and reinforcement learning with rollout.engine=embedded or vllm, without an "
-            "environment or teachers; all only through the chat template to a model that has a vision tower and, in "
-            "preprocessor_config.json or processor_config.json, its image processor; use one, or set "
+            "training and distillation show to a model, and reinforcement learning with rollout.engine=embedded or "
+            "vllm, without an environment; all only through the chat template to a model that has a vision tower and, "
+            "in preprocessor_config.json or processor_config.json, its image processor; use one, or set "
             "data.images_column to a column that is not there"
         )
 

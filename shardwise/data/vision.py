@@ -28,6 +28,10 @@ _SOURCES = {"image", "path", "url", "bytes"}
 """Under which a part has an image of its own; what each may be, `ImageReader.open` says."""
 
 
+_SAMPLE_SIZE = (300, 200)
+"""Width and height of an image that every model takes."""
+
+
 class Vision:
     """How the rows of one model's training show it images."""
 
@@ -192,6 +196,38 @@ class Vision:
         part = f'{{"type": "text", "text": "{PLACEHOLDER}"}}'
         return f'. Where {PLACEHOLDER} is text, give the message as {{"role": ..., "content": [{part}]}}'
 
+    def difference(self, other: "Vision | None") -> str | None:
+        """Why another model, which reads the tokens of this one, cannot be shown its images, as the end of a sentence
+        about it; None if it is shown the same pixels in the same places.
+
+        Args:
+            other: how that model is shown images.
+        """
+        if other is None:
+            return "sees no images, for its folder has no vision tower or no image processor; use one that sees them"
+        if isinstance(other, WordsAlone):
+            return f"is shown none: {other.reason}"
+        if found := self._reader.difference(other._reader):
+            return found
+        try:
+            own, others = self._placed_sample(), other._placed_sample()
+        except (DataError, ModelError) as error:  # words alone are read without what is missing
+            return f"is shown none: {error}"
+        if not torch.equal(own[0], others[0]):
+            return "writes other tokens for an image; use a model of the same family"
+        if not torch.equal(own[1], others[1]):
+            return "counts the places of an image's tokens in another way; use a model of the same family"
+        return None
+
+    def _placed_sample(self) -> tuple[Tensor, Tensor]:
+        """The tokens of an image between words, and their positions."""
+        from PIL import Image
+
+        image_ref = self.open(Image.new("RGB", _SAMPLE_SIZE), Path(), "a sample image")
+        tokens = torch.tensor([0, *self._placeholder(image_ref), 0])
+        positions = self.position_ids(tokens, [image_ref])
+        return tokens, torch.arange(len(tokens)) if positions is None else positions
+
     @cached_property
     def image_form(self) -> ImageForm:
         """What the chat template makes of an image.
@@ -221,7 +257,11 @@ class WordsAlone(Vision):
 
     def __init__(self, reason: str) -> None:
         """`reason`: why, and what to do about it, for errors."""
-        self._reason = reason
+        self.reason = reason
+
+    def difference(self, other: Vision | None) -> str | None:
+        """None: there are no images to show."""
+        return None
 
     def take(
         self, messages: Any, row: Row, images_column: str, *, num_context: int | None = None
@@ -237,7 +277,7 @@ class WordsAlone(Vision):
 
     def _refusal(self, row: Row, what: str) -> DataError:
         return DataError(
-            f"{row.origin}: the row {what}, and {self._reason}, or leave all but text out of messages, and set "
+            f"{row.origin}: the row {what}, and {self.reason}, or leave all but text out of messages, and set "
             "data.images_column to a column that is not there"
         )
 

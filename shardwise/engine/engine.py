@@ -224,7 +224,7 @@ class TrainEngine:
         return traced((plain_name(path), module) for path, module in model.named_modules())
 
     @torch.no_grad()
-    def teacher_outputs(self, batches: Sequence[TokenBatch], divergence: Divergence) -> list[TeacherOutputs]:
+    def teacher_outputs(self, batches: Iterable[TokenBatch], divergence: Divergence) -> list[TeacherOutputs]:
         """Returns, for distillation, this teacher's hidden states and output projection for every micro-batch, not its
         logits.
 

@@ -1,5 +1,6 @@
 """Opens the models that a recipe starts from, and checks that the parts fit before any of them is built."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,6 +126,20 @@ def open_companion(config: ModelConfig, main: OpenedModel, *, keys: str, num_tok
     require_same_words(main, opened)
     opened.context.require(keys, num_tokens)
     return opened
+
+
+def seen_alike(vision: Vision | None, companions: Mapping[str, OpenedModel]) -> Vision | None:
+    """Returns how rows show images to a model and to others that work on its tokens: as `vision` does if it shows all
+    of them the same, else in no way, with the reason in the error for a row that has one.
+
+    Args:
+        vision: how the model itself is shown images.
+        companions: config key -> one of the others.
+    """
+    for key, other in companions.items():
+        if vision is not None and (reason := vision.difference(other.vision)):
+            return WordsAlone(f"{key} ({other.folder}) {reason}")
+    return vision
 
 
 def require_same_words(main: OpenedModel, other: OpenedModel) -> None:

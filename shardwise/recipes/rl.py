@@ -1,6 +1,6 @@
 """Reinforcement learning: GRPO and its family, PPO with a critic, on-policy distillation."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from shardwise.engine import named_failures
 from shardwise.observability import Spans
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Learner
-from shardwise.recipes.opened_model import OpenedModel, open_model
+from shardwise.recipes.opened_model import OpenedModel, open_model, seen_alike
 from shardwise.recipes.placement import Ranks
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rl_models import Companions, build_engines, open_companions, without_media
@@ -137,8 +137,7 @@ def _open(config: RLConfig) -> _Inputs:
         model.warn_of_endless_turns(config.rollout)
     companions = open_companions(config, model)
     rollout = without_media(config.rollout, model, companions)
-    media_token_ids = companions.media_token_ids.union(model.media_token_ids)
-    examples, held_out = _read_data(config, model, media_token_ids)
+    examples, held_out = _read_data(config, model, companions)
     warn_of_unseen_tools(config.rollout.environment, model.tokenizer, config.data.system_prompt)
     sources = [example.data_source for example in examples.rows]
     require_teachers(config.teachers, sources)
@@ -245,19 +244,16 @@ def _rollout_metrics(groups: Sequence[RolloutGroup], config: RLConfig, *, versio
     return found
 
 
-def _read_data(
-    config: RLConfig, model: OpenedModel, media_token_ids: Collection[int]
-) -> tuple[Loaded[Example], list[Example]]:
+def _read_data(config: RLConfig, model: OpenedModel, companions: Companions) -> tuple[Loaded[Example], list[Example]]:
     """Reads the rows to train on, with their counts, and those to validate on."""
     data, tools = config.data, tool_schemas(config.rollout.environment)
-    vision = None if config.teachers else model.vision_in(config.rollout)
     read = partial(
         prompt_examples,
         data,
         tokenizer=model.tokenizer,
         tools=tools,
-        vision=vision,
-        media_token_ids=media_token_ids,
+        vision=seen_alike(model.vision_in(config.rollout), companions.by_key),
+        media_token_ids=companions.media_token_ids.union(model.media_token_ids),
         is_judged=config.reward is not None,
     )
     examples = read(data.train_files, max_rows=data.max_train_rows)

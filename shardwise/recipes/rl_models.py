@@ -29,10 +29,15 @@ class Companions:
     teachers: Sequence[OpenedModel] = ()
 
     @property
+    def by_key(self) -> dict[str, OpenedModel]:
+        """Config key -> the model that it names."""
+        teachers = {f"teachers.{number}.model": teacher for number, teacher in enumerate(self.teachers)}
+        return teachers if self.critic is None else {"critic.model": self.critic, **teachers}
+
+    @property
     def media_token_ids(self) -> frozenset[int]:
         """The tokens that stand for parts of images and videos to any of them."""
-        opened = [*([] if self.critic is None else [self.critic]), *self.teachers]
-        return frozenset(token_id for model in opened for token_id in model.media_token_ids)
+        return frozenset(token_id for model in self.by_key.values() for token_id in model.media_token_ids)
 
 
 def open_companions(config: RLConfig, policy: OpenedModel) -> Companions:

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from pyarrow import parquet
 from tiny_models import GRID_FAMILIES, PLACED_FAMILIES, tiny_vision_model
 from transformers import (
     AutoConfig,
+    AutoTokenizer,
     Exaone4_5_Processor,
     Gemma3ImageProcessorPil,
     Glm4vImageProcessorPil,
@@ -27,7 +29,7 @@ from transformers import (
     Qwen2VLProcessor,
     Qwen3VLProcessor,
 )
-from vision_folders import MARK, MARKED, TEMPLATE, WORDS, tokenizer_with_images
+from vision_folders import MARK, MARKED, TEMPLATE, WORDS, tokenizer_with_images, vision_folder
 from vision_samples import transformers_inputs, vision_families
 
 from shardwise.config import DataError, ModelError, PromptDataConfig, SupervisedDataConfig
@@ -689,6 +691,61 @@ def test_images_of_a_family_that_training_shows_none_to_are_refused_by_its_name(
     assert learn({"prompt": "2+3=", "response": "5", "images": None}).image_refs == []
     with pytest.raises(DataError, match=r"line 1: the text spells '<\|image_pad\|>'"):
         learn({"messages": talk("<|image_pad|>")})
+
+
+def edited(folder, target, name, **keys):
+    """A copy of a folder with other keys in one of its files."""
+    path = shutil.copytree(folder, target) / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | keys))
+    return target
+
+
+PREPROCESSOR = "preprocessor_config.json"
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "keys", "reason"),
+    [
+        ("qwen3_vl", PREPROCESSOR, {"processor_class": "Qwen3VLProcessor", "min_pixels": None}, None),
+        ("qwen3_vl", PREPROCESSOR, {"resample": 2}, "prepares images with resample=2, and the model whose tokens it"),
+        ("qwen3_vl", PREPROCESSOR, {"size": {"shortest_edge": 64, "longest_edge": 512}}, "prepares images with size="),
+        (
+            "qwen3_vl",
+            PREPROCESSOR,
+            {"image_processor_type": "Glm4vImageProcessor"},
+            "images with image_processor_type=",
+        ),
+        ("qwen3_vl", PREPROCESSOR, {"image_processor_type": "CLIPImageProcessor"}, "is shown none: "),
+        ("qwen3_vl", PREPROCESSOR, {"do_resize": False}, "is shown none: "),
+        ("llava", "config.json", {"vision_feature_select_strategy": "full"}, "has another vision tower (TileTower("),
+        ("mistral3", "processor_config.json", {"image_break_token": "[IMG_END]"}, "writes other tokens for an image; "),
+        ("mistral3", "processor_config.json", {"image_break_token": "<none>"}, "is shown none: "),
+    ],
+)
+def test_another_model_is_shown_the_same_or_it_is_said_why_not(family, name, keys, reason, tmp_path):
+    """The first case has another file, of another release, that says the same."""
+    vision_folder(family, tmp_path / "own")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "own")
+    own = Vision.load(tmp_path / "own", tokenizer)
+    other = Vision.load(edited(tmp_path / "own", tmp_path / "other", name, **keys), tokenizer)
+    assert own.difference(own) is None
+    assert own.difference(None).startswith("sees no images, for its folder")
+    found = own.difference(other)
+    assert found == reason or reason in found
+    if reason is None:
+        picture = Image.effect_noise((60, 44), 90).convert("RGB")
+        pixels = [one._reader.read([one.open(picture, tmp_path, "it")]).pixel_values for one in (own, other)]
+        assert torch.equal(*pixels)
+
+
+def test_another_model_that_counts_positions_in_another_way_is_known(vision, tokenizer, model):
+    def shifted(*given, **sizes):
+        positions, delta = model.model.get_rope_index(*given, **sizes)
+        return positions + 1, delta
+
+    other = Vision(tokenizer, vision._reader, PAD, vision._placeholder, shifted)
+    assert vision.difference(other).startswith("counts the places of an image's tokens in another way; ")
+    assert vision.difference(Vision(tokenizer, vision._reader, PAD, vision._placeholder, None)) is not None
 
 
 def test_a_chat_template_without_images_is_refused(folder, picture, tmp_path):

@@ -1,8 +1,13 @@
 """Distillation on one rank, with engines of their own."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoTokenizer
+from vision_folders import vision_folder
 
 from shardwise.config import DataError, DistillConfig, EngineConfig, FrozenEngineConfig, ModelConfig
 from shardwise.data.synthetic import build_model_folder
@@ -36,8 +41,6 @@ def rows(write_jsonl):
 
 
 def losses(metrics_file):
-    import json
-
     return [json.loads(line)["train/loss"] for line in metrics_file.read_text().splitlines()]
 
 
@@ -81,6 +84,49 @@ def test_terms_of_ones_own_that_sum_to_reverse_kl_make_the_same_run(group_of_one
         found[name] = losses(tmp_path / name / "metrics.jsonl")
     assert found["own"] == pytest.approx(found["built in"], rel=1e-4)
     assert found["own"][0] > 1e-3
+
+
+@pytest.fixture
+def seeing(tmp_path, write_jsonl):
+    """Reads the losses of a run on rows of which one has an image, with validation on them."""
+    vision_folder("qwen3_vl", tmp_path / "student")
+    Image.effect_noise((20, 44), 90).convert("RGB").save(tmp_path / "0.png")
+    rows = [{"prompt": "<image>Which?", "response": "7", "images": ["0.png"]}, {"prompt": "2+3=", "response": "5"}]
+
+    def run(group, teacher, name="run", rows=rows):
+        found = config(tmp_path / "student", teacher, write_jsonl("rows.jsonl", rows), tmp_path / name)
+        data = found.data.model_copy(update={"apply_chat_template": True, "validation_files": found.data.train_files})
+        trainer = found.trainer.model_copy(update={"validate_every_steps": 1})
+        train(found.model_copy(update={"data": data, "trainer": trainer}), group)
+        group.call("close")
+        metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [(line["train/loss"], line["val/divergence"]) for line in metrics]
+
+    return run
+
+
+def test_images_are_shown_to_the_student_and_to_the_teacher(group_of_one, seeing, tmp_path):
+    """From itself there is nothing to learn, of images neither; from another there is, and less of it later."""
+    ((first, held_out), *_) = seeing(group_of_one, tmp_path / "student")
+    assert (first, held_out) == pytest.approx((0.0, 0.0), abs=1e-6)
+    vision_folder("qwen3_vl", tmp_path / "teacher", seed=1)
+    (first, second, third) = seeing(group_of_one, tmp_path / "teacher", "other")
+    assert first[0] > second[0] > third[0] > 0
+    assert second[0] == pytest.approx(first[1], rel=1e-5)  # of the same rows and weights, without a step between
+
+
+def test_a_teacher_that_would_be_shown_other_images_is_refused_only_with_images(group_of_one, seeing, tmp_path):
+    teacher = shutil.copytree(tmp_path / "student", tmp_path / "teacher")
+    path = teacher / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.5, 0.5, 0.5]}))
+    with pytest.raises(DataError) as refused:
+        seeing(group_of_one, teacher)
+    assert str(refused.value).startswith(
+        'rows.jsonl line 1: the row has images in its column "images", and teacher.model '
+        f"({teacher}) prepares images with image_mean=(0.5, 0.5, 0.5), and the model whose tokens it reads with image_m"
+    )
+    assert "; give both folders the same file of the image processor, or leave all but text out" in str(refused.value)
+    assert len(seeing(group_of_one, teacher, rows=[{"prompt": f"{n}+1=", "response": "5"} for n in range(4)])) == 3
 
 
 def student_and_teacher(group, cap=4096):

@@ -1,12 +1,20 @@
 """What a run of reinforcement learning refuses, and what its models let it draw."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
+import torch
+from PIL import Image
 from transformers import AutoTokenizer
+from vision_folders import vision_folder
+from vision_samples import reference_logprobs
 
 from shardwise.config import ConfigError, DataError, ModelConfig, RLConfig, SourceTeacherConfig
+from shardwise.data import ImageReader
 from shardwise.recipes import opened_model, rl
+from shardwise.recipes.learner import Learner
 from shardwise.recipes.rl import require_teachers, train
 
 BESIDE = {
@@ -41,6 +49,63 @@ def test_rows_may_not_spell_what_stands_for_images_to_a_model_that_reads_them(
     group = fake_group(1)
     with pytest.raises(DataError, match=f"^rows.jsonl line 1: the text spells '{spelt}', by which the model knows"):
         train(run_with(media_folder, tmp_path, name, files), group)
+    assert "build_engine" not in group.methods
+
+
+def run_on_pictures(tmp_path, rows, **more):
+    """The config of a step on rows with images, of one process."""
+    tree = {
+        "model": {"path": str(tmp_path / "policy")},
+        "data": {"train_files": rows, "max_prompt_tokens": 64},
+        "engine": {"max_tokens_per_micro_batch": 128},
+        "rollout": {"num_prompts": 2, "group_size": 2, "max_response_tokens": 5, "probe_every_syncs": 0},
+        "trainer": {"total_steps": 1, "output_dir": str(tmp_path / "run")},
+    }
+    return RLConfig.parse(tree | more, origin="test")
+
+
+@pytest.fixture
+def pictures(tmp_path, write_jsonl):
+    """A file of two rows, of which one has an image."""
+    Image.effect_noise((20, 44), 90).convert("RGB").save(tmp_path / "0.png")
+    rows = [{"prompt": "<image>Which?", "images": ["0.png"]}, {"prompt": "2+3="}]
+    return write_jsonl("pictures.jsonl", [row | {"reward_model": {"ground_truth": "5"}} for row in rows])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("mistral3", marks=pytest.mark.full)])
+def test_a_teacher_sees_the_images_of_the_prompts_as_in_transformers(
+    group_of_one, pictures, tmp_path, monkeypatch, family
+):
+    vision_folder(family, tmp_path / "policy")
+    teacher = vision_folder(family, tmp_path / "teacher", seed=1)
+    found, score = [], Learner._teacher_logprobs
+
+    def spy(self, samples, rollout):
+        found.extend(zip(samples, score(self, samples, rollout), strict=True))
+        return [logprobs for _, logprobs in found]
+
+    monkeypatch.setattr(Learner, "_teacher_logprobs", spy)
+    teachers = [{"model": {"path": str(tmp_path / "teacher")}}]
+    train(run_on_pictures(tmp_path, pictures, teachers=teachers, algorithm={"advantage": "distill"}), group_of_one)
+    reader = ImageReader.load(tmp_path / "teacher")
+    assert sorted(len(sample.image_refs) for sample, _ in found) == [0, 0, 1, 1]
+    for sample, logprobs in found:
+        seen = replace(sample, images=reader.read(sample.image_refs)) if sample.image_refs else sample
+        with torch.no_grad():
+            torch.testing.assert_close(logprobs, reference_logprobs(teacher, seen), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["critic", "teacher"])
+def test_images_are_refused_that_a_model_beside_the_policy_would_be_shown_otherwise(
+    fake_group, pictures, tmp_path, name
+):
+    vision_folder("qwen3_vl", tmp_path / "policy")
+    other = shutil.copytree(tmp_path / "policy", tmp_path / name)
+    (other / "preprocessor_config.json").unlink()
+    beside, key = BESIDE[name](str(other)), {"critic": "critic", "teacher": r"teachers\.0"}[name]
+    group = fake_group(1)
+    with pytest.raises(DataError, match=rf"line 1: the row has images .*, and {key}\.model \({other}\) sees no images"):
+        train(run_on_pictures(tmp_path, pictures, reward={"functions": "a:b"}, **beside), group)
     assert "build_engine" not in group.methods
 
 

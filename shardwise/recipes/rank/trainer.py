@@ -1,5 +1,6 @@
 """Training and scoring on one rank: what its engines do with token batches."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -71,9 +72,10 @@ class Trainer:
 
     def divergence(self, batches: list[TokenBatch], role: str, teacher: str) -> list[torch.Tensor]:
         """Returns [T] for every micro-batch: the divergence of an engine from its teacher, in nats."""
-        teacher_outputs = self._teacher_outputs(batches, role, teacher)
+        read = self._engines[role].read_in_turn
+        teacher_outputs = self._teacher_outputs(read(batches), role, teacher)
         hosted = self._engines.take_device(role, "params")
-        outputs = hosted.engine.forward(batches, with_logprobs=False, teacher_outputs=teacher_outputs)
+        outputs = hosted.engine.forward(read(batches), with_logprobs=False, teacher_outputs=teacher_outputs)
         return [out.divergence for out in outputs if out.divergence is not None]
 
     def score(
@@ -117,7 +119,8 @@ class Trainer:
         if dist.get_rank() == 0:
             warn(f"optimizer step {step.number} of {step.role} was skipped: {said}")
 
-    def _teacher_outputs(self, batches: list[TokenBatch], role: str, teacher: str) -> list[TeacherOutputs]:
+    def _teacher_outputs(self, batches: Iterable[TokenBatch], role: str, teacher: str) -> list[TeacherOutputs]:
+        """`batches`: with their images read for the engine that learns, which are prepared as for its teacher."""
         divergence = self._engines[role].loss.divergence
         assert divergence is not None, f"{role} has no loss that learns from a teacher"
         return self._engines.take_device(teacher, "params").engine.teacher_outputs(batches, divergence)
