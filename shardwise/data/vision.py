@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.config import DataError, ModelError
 from shardwise.console import warn
 from shardwise.data.images import ImageReader
+from shardwise.data.messages import Message
 from shardwise.data.placeholders import Placeholder, placeholder_of
 from shardwise.data.sources import Row, get_cell, has_column, preview, without_nulls
 from shardwise.data.template_forms import IMAGE, ImageForm, Part, image_form, text_part
@@ -384,6 +385,25 @@ class _Taking:
         name = f"{self._row.origin}: image {len(self._image_refs) + 1}"
         self._image_refs.append(self._vision.open(cell, self._row.folder, name))
         return IMAGE
+
+
+def with_images(messages: Sequence[Message], image_refs: Sequence[ImageRef]) -> list[Message]:
+    """Messages as `take` returned them, with every image in its part: its path, or the bytes of its file. The `take` of
+    another model reads them."""
+    left = iter(image_refs)
+
+    def shown(part: Part) -> Part:
+        if part != IMAGE:
+            return part
+        image_ref = next(left)
+        return IMAGE | {"image": image_ref.path if image_ref.data is None else image_ref.data.numpy().tobytes()}
+
+    return [
+        {**message, "content": [shown(part) for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
 
 
 def in_words(messages: Any, refusal: Callable[[Any], DataError]) -> Any:

@@ -1,22 +1,27 @@
 """Trained reward models as engines on the trainer's ranks: the entries of reward.functions with type model."""
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import ModelReward, RewardConfig
+from shardwise.config import DataError, ModelReward, RewardConfig
 from shardwise.controller.base import WorkerGroup
-from shardwise.data import render_response_sample
+from shardwise.data import Row, Vision, WordsAlone, render_response_sample
+from shardwise.data.rows import make_sample, unshown_ids
+from shardwise.data.template_forms import IMAGE, joined
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.opened_model import open_model
 from shardwise.rewards import Answer, RewardJob
-from shardwise.types import Sample
+from shardwise.types import ImageRef, Sample
+
+_NO_COLUMN = "images"
+"""Of a row that has none: the images of a job are in its messages."""
 
 
 class ModelScorer:
-    """Scores conversations with a reward model, rendered by its own tokenizer."""
+    """Scores conversations with a reward model, rendered by its own tokenizer, with images if it sees them."""
 
     def __init__(
         self,
@@ -24,55 +29,96 @@ class ModelScorer:
         tokenizer: PreTrainedTokenizerBase,
         context_tokens: int | None,
         media_token_ids: Collection[int] = (),
+        *,
+        vision: Vision | None = None,
+        shown_by: Vision | None = None,
     ) -> None:
         """
 
         Args:
             context_tokens: the longest sequence the model was made for; None where it sets no limit.
-            media_token_ids: tokens that stand for parts of images and videos, which the model is never shown.
+            media_token_ids: tokens that stand for parts of images and videos, which no text may spell.
+            vision: how the model is shown images; None if it sees none.
+            shown_by: how the policy is shown images. What its template writes for one, a model of words reads.
         """
         self.engine = engine
         self._tokenizer = tokenizer
         self._context_tokens = context_tokens
         self._media_token_ids = frozenset(media_token_ids)
+        self._vision = None if isinstance(vision, WordsAlone) else vision
+        self._shown_by = shown_by
 
     def score(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, Answer]]:
         """Yields (index of the job, answer) for every job. A job that is too long for a micro-batch or the model's
-        context, or whose text spells a token that stands for images, gets a failure as its answer."""
-        samples = [self._render(job) for job in jobs]
-        failures = [self._failure(sample.token_ids.tolist()) for sample in samples]
-        scored = [place for place, failure in enumerate(failures) if failure is None]
-        scores = self.engine.score([samples[place] for place in scored])
+        context, whose text spells a token that stands for images, or whose images the model cannot be shown, gets a
+        failure as its answer."""
+        samples = [self._sample(job) for job in jobs]
+        scored = {place: sample for place, sample in enumerate(samples) if isinstance(sample, Sample)}
+        scores = self.engine.score(list(scored.values()))
         found = {place: float(values.sum()) for place, values in zip(scored, scores, strict=True)}
-        for place, failure in enumerate(failures):
-            yield place, Answer(score=found[place]) if failure is None else Answer(failure=failure)
+        for place, sample in enumerate(samples):
+            yield place, Answer(failure=sample) if isinstance(sample, str) else Answer(score=found[place])
 
-    def _failure(self, token_ids: list[int]) -> str | None:
-        """Returns why the sequence cannot be scored; None if it can."""
-        cap = self.engine.source.layout.max_tokens_per_micro_batch
-        cap = cap if self._context_tokens is None else min(cap, self._context_tokens)
-        if len(token_ids) > cap:
-            limits = "engine.max_tokens_per_micro_batch and the reward model's context"
-            return f"{len(token_ids)} tokens, more than the {cap} of {limits}"
-        if spelt := self._media_token_ids.intersection(token_ids):
-            token = self._tokenizer.decode([min(spelt)])
-            return f"the text spells {token!r}, by which the reward model knows an image or a video, and is shown none"
-        return None
-
-    def _render(self, job: RewardJob) -> Sample:
-        token_ids, loss_mask = render_response_sample(
+    def _sample(self, job: RewardJob) -> Sample | str:
+        """Returns what the model scores, or why it cannot."""
+        try:
+            messages, image_refs = self._shown(job)
+        except DataError as error:  # its image processor may refuse what the policy's takes
+            return str(error)
+        rendered = render_response_sample(
             self._tokenizer,
-            job.prompt if job.messages is None else job.messages,
+            job.prompt if messages is None else messages,
             job.solution_str,
-            apply_chat_template=job.messages is not None,
+            apply_chat_template=messages is not None,
             system_prompt=None,
             origin=job.uid,
         )
-        return Sample(uid=job.uid, token_ids=torch.tensor(token_ids), loss_mask=torch.tensor(loss_mask))
+        vision = self._vision if image_refs else None
+        if spelt := set(unshown_ids(self._media_token_ids, vision)).intersection(rendered[0]):
+            token = self._tokenizer.decode([min(spelt)])
+            return f"the text spells {token!r}, by which the reward model knows an image or a video, and is shown none"
+        if vision is not None:
+            try:
+                rendered = vision.expand(*rendered, image_refs, job.uid)
+            except DataError as error:
+                return str(error)
+        cap = self.engine.source.layout.max_tokens_per_micro_batch
+        cap = cap if self._context_tokens is None else min(cap, self._context_tokens)
+        if len(rendered[0]) > cap:
+            limits = "engine.max_tokens_per_micro_batch and the reward model's context"
+            return f"{len(rendered[0])} tokens, more than the {cap} of {limits}"
+        return make_sample(job.uid, *rendered, image_refs=image_refs, vision=vision)
+
+    def _shown(self, job: RewardJob) -> tuple[list[dict[str, Any]] | None, list[ImageRef]]:
+        """Returns the messages as the model reads them, and their images as it sees them."""
+        if job.messages is None:
+            return None, []
+        in_parts = [message for message in job.messages if isinstance(message["content"], list)]
+        if not any(part["type"] == "image" for message in in_parts for part in message["content"]):
+            return job.messages, []
+        if self._vision is None:
+            assert self._shown_by is not None, "images that the policy was not shown"
+            said = [self._in_words(message, self._shown_by.image_form.text) for message in in_parts]
+            image_refs: list[ImageRef] = []
+        else:
+            # Strings stay as they are: what they spell is text by now.
+            said, image_refs = self._vision.take(in_parts, Row({}, job.uid, ""), _NO_COLUMN)
+        left = iter(said)
+        return [next(left) if isinstance(one["content"], list) else one for one in job.messages], image_refs
+
+    def _in_words(self, message: dict[str, Any], image_text: str) -> dict[str, Any]:
+        parts = [IMAGE if part["type"] == "image" else part for part in message["content"]]
+        return {**message, "content": joined(parts, image_text)}
 
 
-def build_reward_engines(config: RewardConfig, group: WorkerGroup) -> dict[str, ModelScorer]:
-    """Builds the reward models of a run. Returns entry name -> scorer."""
+def build_reward_engines(
+    config: RewardConfig, group: WorkerGroup, shown_by: Vision | None = None
+) -> dict[str, ModelScorer]:
+    """Builds the reward models of a run. Returns entry name -> scorer.
+
+    Args:
+        shown_by: how the policy is shown images.
+    """
     scorers = {}
     for entry in config.functions:
         if isinstance(entry, ModelReward):
@@ -83,6 +129,12 @@ def build_reward_engines(config: RewardConfig, group: WorkerGroup) -> dict[str, 
                 head="sequence_scores",
                 pad_token_id=model.tokenizer.pad_token_id,
             )
-            engine = build_engine(group, f"reward {entry.name}", source)
-            scorers[entry.name] = ModelScorer(engine, model.tokenizer, model.context.num_tokens, model.media_token_ids)
+            scorers[entry.name] = ModelScorer(
+                build_engine(group, f"reward {entry.name}", source),
+                model.tokenizer,
+                model.context.num_tokens,
+                model.media_token_ids,
+                vision=model.vision,
+                shown_by=shown_by,
+            )
     return scorers

@@ -164,7 +164,7 @@ def _built(config: RLConfig, ranks: Ranks, inputs: _Inputs) -> Iterator[_Parts]:
     engines = build_engines(config, model, ranks.trainers, total_steps, inputs.companions)
     ranks.build_rollout(model.config, config.model_copy(update={"rollout": inputs.rollout}))
     learner = Learner(engines, config)
-    reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers)
+    reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers, model.vision)
     sync_gate = _sync_gate(config, ranks)
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,

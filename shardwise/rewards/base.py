@@ -10,7 +10,8 @@ RewardFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardJob:
-    """One completion to score. Everything in it must be expressible in JSON; numpy values become lists and numbers.
+    """One completion to score. Everything in it but images must be expressible in JSON; numpy values become lists and
+    numbers.
 
     Example: `RewardJob(uid="train.jsonl:7", data_source="gsm8k", solution_str="#### 5", ground_truth="5")`
     """
@@ -25,7 +26,8 @@ class RewardJob:
     prompt: str = ""
     """The prompt as text; judges, models and managers read it, functions are not given it."""
     messages: list[dict[str, Any]] | None = None
-    """The conversation that the prompt renders; None for plain text."""
+    """The conversation that the prompt renders; None for plain text. A content may be a list of parts, of which that of
+    an image has the path or the bytes of its file: `{"type": "image", "image": ...}`."""
     outcome: "Answer | None" = None
     """The environment's answer about the completion; where it is a failure, nothing else is asked. None without an
     environment."""

@@ -37,6 +37,7 @@ from shardwise.data import ImageReader, Vision
 from shardwise.data.rows import prompt_examples, supervised_samples
 from shardwise.data.sources import Row
 from shardwise.data.synthetic import train_tokenizer
+from shardwise.data.vision import with_images
 from shardwise.model_config import media_token_ids
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Completion, RolloutGroup
@@ -636,6 +637,29 @@ def test_prompts_show_what_conversations_show(ask, load, picture, tokenizer, tmp
     assert torch.equal(sample.token_ids, expected.token_ids)
     assert torch.equal(sample.position_ids, expected.position_ids)
     assert sample.image_refs == shown.image_refs
+
+
+def test_messages_name_their_images_for_another_model(ask, vision, picture, tmp_path):
+    """Which takes the same from them, without a column."""
+    picture(3).save(tmp_path / "a.png")
+    rows = [
+        {"prompt": "<image>Which?<image>", "images": ["a.png", "a.png"], "answer": "5"},
+        {"prompt": "2+3=", "answer": "5"},
+    ]
+    shown, plain = ask(rows, system_prompt="See <image>.")
+    messages = with_images(shown.messages, shown.image_refs)
+    image = {"type": "image", "image": str(tmp_path / "a.png")}
+    assert messages == [
+        {"role": "system", "content": "See <image>."},
+        {"role": "user", "content": [image, {"type": "text", "text": "Which?"}, image]},
+    ]
+    taken, image_refs = vision.take(messages[1:], Row({}, "a.jsonl line 1", "a"), "images")
+    assert taken == shown.messages[1:]
+    assert [one.size for one in image_refs] == [one.size for one in shown.image_refs]
+    assert with_images(plain.messages, []) == plain.messages
+    as_bytes = vision.open(encoded(picture(3)), tmp_path, "it")
+    (message,) = with_images([{"role": "user", "content": [IMAGE]}], [as_bytes])
+    assert message["content"] == [IMAGE | {"image": encoded(picture(3))}]
 
 
 def test_prompts_whose_images_cannot_be_shown_are_refused(ask, picture, tmp_path):

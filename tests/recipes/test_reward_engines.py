@@ -1,14 +1,35 @@
 """Reward models as engines: what they are given, and what becomes of their scores."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from PIL import Image
+from transformers import AutoTokenizer
+from vision_folders import vision_folder
+from vision_samples import reference_logits, vision_families
 
-from shardwise.config import FrozenEngineConfig, ModelConfig, RewardConfig
-from shardwise.data import load_tokenizer
+from shardwise.config import (
+    EngineConfig,
+    FrozenEngineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PromptDataConfig,
+    RewardConfig,
+    RLConfig,
+    SupervisedDataConfig,
+)
+from shardwise.data import ImageReader, Vision, load_tokenizer, prompt_examples, supervised_samples
+from shardwise.data.vision import with_images
+from shardwise.engine import TrainEngine
+from shardwise.engine.model_classes import AUTO_CLASSES
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine
 from shardwise.recipes.opened_model import OpenedModel
 from shardwise.recipes.reward_engines import ModelScorer, build_reward_engines
+from shardwise.recipes.rl import train
 from shardwise.rewards import RewardJob
 
 
@@ -104,3 +125,187 @@ def test_an_engine_is_built_for_every_entry_of_type_model(fake_group, model_fold
         ("reward helpful", "sequence_scores"),
         ("reward harmless", "sequence_scores"),
     ]
+
+
+TEXT = {"type": "text", "text": "?"}
+PROMPTS = [
+    {"prompt": "<image>or<image>?", "images": ["0.png", "1.png"]},
+    {"prompt": "2+3="},
+    {"prompt": [{"role": "user", "content": [{"type": "image"}, TEXT]}], "images": ["1.png"]},
+]
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Writes the rows of prompts, with their images beside them."""
+    for number, size in enumerate(((16, 8), (20, 44))):
+        Image.effect_noise(size, 90).convert("RGB").save(tmp_path / f"{number}.png")
+    rows = [row | {"answer": "5"} for row in PROMPTS]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / "prompts.jsonl")
+
+
+def jobs_of(files, folder, answers=("12", "5", "a"), **settings):
+    """The jobs that judge answers to the prompts of a policy, and how it is shown images."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vision = Vision.load(folder, tokenizer)
+    data = PromptDataConfig(ground_truth_column="answer", **settings)
+    examples = prompt_examples(data, [files], tokenizer, max_rows=None, vision=vision).rows
+    return [
+        job(example.uid, answer, messages=with_images(example.messages, example.image_refs))
+        for example, answer in zip(examples, answers, strict=True)
+    ], vision
+
+
+def reward_folder(family, path: Path, *, seed: int) -> Path:
+    """A reward model that sees images, as `shardwise reward-model` exports it."""
+    vision_folder(family, path / "base", seed=seed)
+    engine = TrainEngine.build(
+        path / "base",
+        EngineConfig(),
+        device=torch.device("cpu"),
+        optimizer=OptimizerConfig(),
+        head="sequence_scores",
+    )
+    engine.export_hf(path / "hf", AutoTokenizer.from_pretrained(path / "base"))
+    return path / "hf"
+
+
+def scores_of_transformers(folder, tmp_path, files, answers):
+    """What the exported class says of the conversations, each alone, as `shardwise sft` reads them."""
+    lines = Path(files).read_text().splitlines()
+    rows = [json.loads(line) | {"response": answer} for line, answer in zip(lines, answers, strict=True)]
+    (tmp_path / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vision, reader = Vision.load(folder, tokenizer), ImageReader.load(folder)
+    config, files = SupervisedDataConfig(), [str(tmp_path / "answered.jsonl")]
+    samples = supervised_samples(config, files, tokenizer, max_rows=None, vision=vision).rows
+    model = AUTO_CLASSES["sequence_scores"].from_pretrained(folder, trust_remote_code=True, attn_implementation="eager")
+    found = []
+    for sample in samples:
+        seen = replace(sample, images=reader.read(sample.image_refs)) if sample.image_refs else sample
+        with torch.no_grad():
+            found.append(float(reference_logits(model.eval(), seen)))
+    return found
+
+
+def entries_of(folder):
+    return RewardConfig(functions=[{"type": "model", "name": "sees", "classifier": {"path": str(folder)}}])
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        *((family, family) for family in vision_families("qwen3_vl", "mistral3", of=("qwen3_vl", "mistral3"))),
+        ("qwen3_vl", "llava"),
+        ("mistral3", "qwen3_vl"),
+    ],
+)
+def test_a_reward_model_that_sees_images_scores_them_as_its_class_of_transformers_does(
+    group_of_one, pictures, tmp_path, family, policy
+):
+    """Whatever sees them otherwise and answers: tokens, pixels and places are the reward model's own."""
+    vision_folder(policy, tmp_path / "policy", seed=7)
+    folder = reward_folder(family, tmp_path, seed=1)
+    answers = ("12", "5", "a")
+    jobs, shown_by = jobs_of(pictures, tmp_path / "policy", answers)
+    scorer = build_reward_engines(entries_of(folder), group_of_one, shown_by)["sees"]
+    found = dict(scorer.score(jobs))
+    expected = scores_of_transformers(folder, tmp_path, pictures, answers)
+    assert [found[place].failure for place in range(3)] == [None] * 3
+    assert [found[place].score for place in range(3)] == pytest.approx(expected, abs=1e-5)
+    assert max(map(abs, expected)) > 0.01
+    exchanged = dict(
+        scorer.score([jobs[0], replace(jobs[2], messages=_with_picture(jobs[2].messages, "0.png", tmp_path))])
+    )
+    assert abs(exchanged[1].score - found[2].score) > 1e-4
+    assert exchanged[0].score == pytest.approx(found[0].score, abs=1e-5)
+
+
+def _with_picture(messages, name, folder):
+    """A user's message that shows another file."""
+    (message,) = messages
+    image, *words = message["content"]
+    return [message | {"content": [image | {"image": str(folder / name)}, *words]}]
+
+
+def test_a_run_is_rewarded_by_a_model_that_sees_the_images_of_its_prompts(
+    group_of_one, pictures, tmp_path, monkeypatch
+):
+    vision_folder("qwen3_vl", tmp_path / "policy")
+    folder = reward_folder("qwen3_vl", tmp_path, seed=1)
+    tree = {
+        "model": {"path": str(tmp_path / "policy")},
+        "data": {"train_files": pictures, "max_prompt_tokens": 64, "ground_truth_column": "answer"},
+        "reward": entries_of(folder).model_dump(mode="json"),
+        "engine": {"max_tokens_per_micro_batch": 128},
+        "rollout": {"num_prompts": 3, "group_size": 2, "max_response_tokens": 5, "probe_every_syncs": 0},
+        "trainer": {"total_steps": 1, "output_dir": str(tmp_path / "run")},
+    }
+    scored, score = [], ModelScorer.score
+
+    def spy(self, jobs):
+        scored.extend(job.messages for job in jobs)
+        return score(self, jobs)
+
+    monkeypatch.setattr(ModelScorer, "score", spy)
+    train(RLConfig.parse(tree, origin="test"), group_of_one)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [line["reward_failure"] for line in lines] == [None] * 6
+    contents = [message["content"] for (message,) in scored]
+    images = [[part["type"] for part in one].count("image") if isinstance(one, list) else 0 for one in contents]
+    assert sorted(images) == [0, 0, 1, 1, 2, 2]
+    for line in lines:
+        place = int(line["uid"].removeprefix("prompts.jsonl line ")) - 1
+        expected = scores_of_transformers(folder, tmp_path, pictures, [line["completion"]] * 3)[place]
+        assert line["reward"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_reward_model_of_words_reads_what_the_policys_template_writes_for_an_image(
+    fake_group, pictures, tmp_path, model_folder, scorer
+):
+    """As text: to its own tokenizer the marks are nothing special."""
+    vision_folder("qwen3_vl", tmp_path / "policy")
+    jobs, shown_by = jobs_of(pictures, tmp_path / "policy")
+    engine = replace(scorer.engine, layout=FrozenEngineConfig(max_tokens_per_micro_batch=400))
+    words = ModelScorer(engine, scorer._tokenizer, None, shown_by=shown_by)
+    sent = [words._sample(job) for job in jobs]
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    for sample, prompt, answer in zip(sent, (f"{mark}or{mark}?", "2+3=", f"{mark}?"), ("12", "5", "a"), strict=True):
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        expected = scorer._tokenizer.apply_chat_template(messages, return_dict=False)
+        assert sample.token_ids.tolist() == expected
+        assert (sample.image_refs, sample.position_ids) == ([], None)
+
+
+def test_what_a_reward_model_cannot_be_shown_fails_and_the_others_are_scored(scorer, pictures, tmp_path):
+    """Mistral 3 takes no image of one token; no text may spell the token by which it knows one."""
+    vision_folder("qwen3_vl", tmp_path / "policy")
+    vision_folder("mistral3", tmp_path / "judge")
+    Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "judge")
+    vision = Vision.load(tmp_path / "judge", tokenizer)
+    jobs, _ = jobs_of(pictures, tmp_path / "policy", ("12", "5", "a"))
+    engine = replace(scorer.engine, layout=FrozenEngineConfig(max_tokens_per_micro_batch=400))
+    sees = ModelScorer(engine, tokenizer, None, [vision.image_token_id], vision=vision)
+    spells = replace(jobs[0], solution_str="[IMG]", messages=_with_picture(jobs[2].messages, "0.png", tmp_path))
+    answers = dict(sees.score([*jobs, spells, replace(jobs[1], solution_str="[IMG]")]))
+    assert answers[0].failure.startswith("prompts.jsonl line 1: image 2 (")
+    assert "takes no image of less than 2" in answers[0].failure
+    assert answers[1].score > 0
+    assert answers[2].failure.startswith("prompts.jsonl line 3: image 1 (")
+    assert answers[3].failure.startswith("prompts.jsonl line 1: the text has 2 times '[IMG]' for 1 images")
+    assert (
+        answers[4].failure
+        == "the text spells '[IMG]', by which the reward model knows an image or a video, and is shown none"
+    )
+
+
+def test_a_system_prompt_that_spells_the_placeholder_has_no_image(scorer, pictures, tmp_path):
+    vision_folder("qwen3_vl", tmp_path / "policy")
+    jobs, vision = jobs_of(pictures, tmp_path / "policy", system_prompt="Look at the <image>.")
+    engine = replace(scorer.engine, layout=FrozenEngineConfig(max_tokens_per_micro_batch=400))
+    sees = ModelScorer(engine, AutoTokenizer.from_pretrained(tmp_path / "policy"), None, vision=vision)
+    sample = sees._sample(jobs[0])
+    assert [len(sample.image_refs), sample.position_ids.shape[1]] == [2, len(sample.token_ids)]
+    assert "the <image>." in sees._tokenizer.decode(sample.token_ids)

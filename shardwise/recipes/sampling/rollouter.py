@@ -17,6 +17,7 @@ from shardwise.config import (
     TrainingError,
 )
 from shardwise.controller.base import WorkerGroup
+from shardwise.data.vision import with_images
 from shardwise.fault_plan import fault_point
 from shardwise.recipes.sampling.agents import Agents
 from shardwise.recipes.sampling.environment import load_agent, load_environment
@@ -205,10 +206,11 @@ class Rollouter:
         """Makes the job that judges an episode's last turn; everything before it belongs to the prompt."""
         example = episode.example
         extra_info = {**example.extra_info, "num_response_tokens": len(episode.completion.token_ids)}
+        asked = None if example.messages is None else with_images(example.messages, example.image_refs)
         return RewardJob(
             uid=example.uid,
             prompt=self.prompt_text(example, episode.completion) + self._tokenizer.decode(episode.ids_before_last_turn),
-            messages=None if example.messages is None else example.messages + episode.said[:-1],
+            messages=None if asked is None else asked + episode.said[:-1],
             data_source=example.data_source,
             solution_str=episode.last_turn,
             ground_truth=example.ground_truth,
