@@ -13,7 +13,7 @@ from tiny_models import tiny_vision_model
 from transformers import Qwen2VLImageProcessorPil
 from vision_samples import vision_samples
 
-from shardwise.config import EngineConfig, ModelConfig, SamplingConfig
+from shardwise.config import DistillationConfig, EngineConfig, ModelConfig, SamplingConfig
 from shardwise.data import pack
 from shardwise.data.images import ImageReader
 from shardwise.data.synthetic import train_tokenizer
@@ -123,12 +123,19 @@ def test_scoring_reads_the_images_of_a_micro_batch_when_it_comes(run_ranks, fold
         assert found == [event for one in expected for event in one]
 
 
-def skipped(folder: str, step, bundle: str, weight: str, engine) -> None:
-    """A step that a NaN in a weight spoils."""
+def skipped(folder: str, step, bundle: str, weight: str, engine, teacher: str = "") -> None:
+    """A step that a NaN in a weight spoils.
+
+    Args:
+        teacher: the role of a second model, of the same folder, that it learns from.
+    """
     worker = build(folder, engine=EngineConfig(**engine))
+    if teacher:
+        build(folder, role=teacher, engine=EngineConfig(**engine).frozen(), worker=worker)
+        worker.use_loss("policy", "distillation", DistillationConfig().model_dump_json(), {})
     parameters_of(worker)[weight].data.to_local().view(-1)[0] = torch.nan
     shard = dist.get_rank() // engine.get("ulysses_size", 1)
-    worker.train(step.shards[shard], step.denominators, "policy", "", bundle)
+    worker.train(step.shards[shard], step.denominators, "policy", teacher, bundle)
 
 
 def test_a_bundle_has_the_images_that_other_ranks_looked_at(run_ranks, folder, tmp_path):
@@ -157,13 +164,16 @@ BUNDLES = {
 """Ranks, shards, what is NaN, and the engine."""
 
 
-@pytest.mark.parametrize("kind", BUNDLES)
-def test_a_step_with_images_is_replayed_on_one_process(run_ranks, folder, tmp_path, kind):
-    """The fault is where pixels are looked at: without them, or with others in their place, it would be elsewhere."""
+@pytest.mark.parametrize(
+    ("kind", "teacher"), [*((kind, "") for kind in BUNDLES), ("two ranks", "teacher"), ("shared packs", "teacher")]
+)
+def test_a_step_with_images_is_replayed_on_one_process(run_ranks, folder, tmp_path, kind, teacher):
+    """The fault is where pixels are looked at: without them, or with others in their place, it would be elsewhere. A
+    teacher sees them too."""
     num_ranks, num_shards, weight, engine = BUNDLES[kind]
     samples = [as_image_refs(sample, folder) for sample in vision_samples(tiny_vision_model("qwen3_vl"))]
     step, path = pack(samples, num_shards=num_shards, max_tokens=40), str(tmp_path / "step_1")
-    run_ranks(skipped, num_ranks, str(folder), step, path, weight, engine)
+    run_ranks(skipped, num_ranks, str(folder), step, path, weight, engine, teacher)
     ((is_reproduced, module),) = run_ranks(replayed, 1, path)
     assert is_reproduced
     assert module.startswith(weight.partition(".lora_B")[0].rpartition(".linear")[0])
