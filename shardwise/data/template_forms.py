@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Part = dict[str, Any]
-"""Of a content: `{"type": "text", "text": ...}` or IMAGE."""
+"""A part of a content: `{"type": "text", "text": ...}` or IMAGE."""
 IMAGE: Part = {"type": "image"}
 _ANY_WORDS, _OTHER_WORDS, _BESIDE = "some words", "and others", "beside them"
 _CONVERSATIONS = (("user",), ("user", "assistant", "user"), ("system", "user"))
@@ -79,7 +79,7 @@ def form_of_words(tokenizer: "PreTrainedTokenizerBase", template: str) -> Callab
         return _written(tokenizer, template, [{"role": role, "content": form(words)} for role in roles])
 
     def tells(form: Callable[[str], Any]) -> list[bool]:
-        """Of the conversations that it takes: whether other words are written as another text, and no list as it is."""
+        """Whether other words are written as another text, and no list as it is, in each conversation that it takes."""
         texts = [(told(form, roles, _ANY_WORDS), told(form, roles, _OTHER_WORDS)) for roles in _CONVERSATIONS]
         return [one != other and "'type'" not in one for one, other in texts if one is not None]
 

@@ -17,7 +17,7 @@ from shardwise.rewards import Answer, RewardJob
 from shardwise.types import ImageRef, Sample
 
 _NO_COLUMN = "images"
-"""Of a row that has none: the images of a job are in its messages."""
+"""A column that is not there: the images of a job are in its messages."""
 
 
 class ModelScorer:
