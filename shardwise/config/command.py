@@ -95,10 +95,10 @@ class SamplingCommandConfig(CommandConfig):
         if self.rollout.engine.context_limit is None:
             return self
         key, limit = self.rollout.engine.context_limit
-        keys, num_tokens = longest_sequence(self)
+        said, num_tokens = longest_sequence(self)
         if num_tokens > limit:
             raise ValueError(
-                f"{keys} = {num_tokens} tokens are more than {key}={limit}; lower the former, raise the latter to the "
+                f"{said} tokens are more than {key}={limit}; lower the former, raise the latter to the "
                 "model's context at most, or remove it"
             )
         return self
@@ -135,12 +135,14 @@ def _with_layout(given: Any, default: LayoutConfig) -> Any:
 
 
 def longest_sequence(config: RowsCommandConfig | SamplingCommandConfig) -> tuple[str, int]:
-    """Returns the keys that limit the sequences of a command's models, and how many tokens they allow. Reward models
-    are left out: they read the text with tokenizers of their own."""
+    """Returns how many tokens the sequences of a command's models may have: in words, with the keys that say so, and as
+    a number. Reward models are left out: they read the text with tokenizers of their own."""
     if isinstance(config, RowsCommandConfig):
-        return "data.max_sequence_tokens", config.data.max_sequence_tokens
+        num_tokens = config.data.max_sequence_tokens
+        return f"data.max_sequence_tokens={num_tokens}", num_tokens
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    return f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response}", prompt + response
+    num_tokens = prompt + response
+    return f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response} = {num_tokens}", num_tokens
 
 
 def require_room(
@@ -152,14 +154,15 @@ def require_room(
         layouts: config key -> layout of every engine that works on them.
         num_together: how many sequences must share a micro-batch.
     """
-    keys, num_tokens = longest_sequence(config)
+    said, num_tokens = longest_sequence(config)
     whole = "a sequence"
     if num_together > 1:
-        keys, num_tokens, whole = f"{num_together} x {keys}", num_together * num_tokens, "a pair"
+        num_tokens *= num_together
+        said, whole = f"{num_together} x {said} = {num_tokens}", "a pair"
     for name, layout in layouts.items():
         if num_tokens > layout.max_tokens_per_micro_batch:
             raise ValueError(
-                f"{keys} = {num_tokens} tokens are more than {name}.max_tokens_per_micro_batch="
+                f"{said} tokens are more than {name}.max_tokens_per_micro_batch="
                 f"{layout.max_tokens_per_micro_batch}, and {whole} is never split over micro-batches; lower the former "
                 "or raise the latter"
             )

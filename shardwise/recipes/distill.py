@@ -17,8 +17,8 @@ from shardwise.types import Metrics, MetricValue, Sample
 def train(config: DistillConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` sequences."""
     model, trainer = open_model(config.model), config.trainer
-    keys, num_tokens = longest_sequence(config)
-    teacher_model = open_companion(config.teacher.model, model, keys=keys, num_tokens=num_tokens)
+    said, num_tokens = longest_sequence(config)
+    teacher_model = open_companion(config.teacher.model, model, said=said, num_tokens=num_tokens)
     read = partial(supervised_samples, vision=seen_alike(model.vision, {"teacher.model": teacher_model}))
     rows = open_rows(read, config.data, trainer, model, companions=[teacher_model])
     if is_finished("distill", config, total_steps=rows.total_steps):

@@ -36,12 +36,11 @@ class Context:
             context, key = rotary.num_tokens, f"{rotary.key}, as {rotary.reason},"
         return cls(context, f"{key} in {folder / 'config.json'}")
 
-    def require(self, keys: str, num_tokens: int) -> None:
-        """Raises ConfigError if sequences of `num_tokens`, which the config `keys` set, are longer than the limit."""
+    def require(self, said: str, num_tokens: int) -> None:
+        """Raises ConfigError if sequences of `num_tokens`, in words `said`, are longer than the limit."""
         if self.num_tokens is not None and num_tokens > self.num_tokens:
             raise ConfigError(
-                f"{keys} = {num_tokens} tokens, more than the {self.num_tokens} of the model's context "
-                f"({self.source}); lower it"
+                f"{said} tokens, more than the {self.num_tokens} of the model's context ({self.source}); lower it"
             )
 
 
@@ -114,17 +113,17 @@ def open_model(config: ModelConfig) -> OpenedModel:
         return OpenedModel(resolved, folder, tokenizer, vision, Context.of(folder))
 
 
-def open_companion(config: ModelConfig, main: OpenedModel, *, keys: str, num_tokens: int) -> OpenedModel:
+def open_companion(config: ModelConfig, main: OpenedModel, *, said: str, num_tokens: int) -> OpenedModel:
     """Opens a model that works on the tokens of another one: a critic or a teacher.
 
     Args:
-        keys, num_tokens: as for `Context.require`.
+        said, num_tokens: as for `Context.require`.
     Raises:
         ModelError: as `open_model`, or a token id does not mean the same to both. ConfigError: its context is shorter.
     """
     opened = open_model(config)
     require_same_words(main, opened)
-    opened.context.require(keys, num_tokens)
+    opened.context.require(said, num_tokens)
     return opened
 
 

@@ -42,8 +42,8 @@ class Companions:
 
 def open_companions(config: RLConfig, policy: OpenedModel) -> Companions:
     """Opens the companions. Raises as `open_companion`."""
-    keys, num_tokens = longest_sequence(config)
-    open_other = partial(open_companion, main=policy, keys=keys, num_tokens=num_tokens)
+    said, num_tokens = longest_sequence(config)
+    open_other = partial(open_companion, main=policy, said=said, num_tokens=num_tokens)
     critic = None if config.critic is None else config.critic.model
     return Companions(
         critic=None if critic is None else open_other(critic),

@@ -38,7 +38,7 @@ def test_sft_sequences_must_fit_a_micro_batch():
     fits = [*SFT, "engine.max_tokens_per_micro_batch=100", "data.max_sequence_tokens=100"]
     assert SFTConfig.load(None, fits).data.max_sequence_tokens == 100
     assert message_of(SFTConfig, [*fits, "data.max_sequence_tokens=101"]) == (
-        "data.max_sequence_tokens = 101 tokens are more than engine.max_tokens_per_micro_batch=100, and a sequence is "
+        "data.max_sequence_tokens=101 tokens are more than engine.max_tokens_per_micro_batch=100, and a sequence is "
         "never split over micro-batches; lower the former or raise the latter"
     )
 
@@ -73,7 +73,7 @@ def test_prompt_and_response_must_fit_what_the_rollout_engine_takes(cls, base, e
 def test_a_sequence_fits_into_a_micro_batch_of_the_teacher_too():
     given = ["model.path=m", "data.train_files=d.jsonl", "teacher.model.path=t", "data.max_sequence_tokens=100"]
     assert message_of(DistillConfig, [*given, "teacher.engine.max_tokens_per_micro_batch=99"]).startswith(
-        "data.max_sequence_tokens = 100 tokens are more than teacher.engine.max_tokens_per_micro_batch=99, and a seq"
+        "data.max_sequence_tokens=100 tokens are more than teacher.engine.max_tokens_per_micro_batch=99, and a seq"
     )
     assert DistillConfig.load(None, [*given, "teacher.engine.max_tokens_per_micro_batch=100"])
 

@@ -58,17 +58,17 @@ def test_preference_and_reward_model_need_room_for_a_pair():
     for cls in (PreferenceConfig, RewardModelConfig):
         assert cls.load(None, fits).data.max_sequence_tokens == 50
         assert message_of(cls, [*fits, "data.max_sequence_tokens=51"]) == (
-            "2 x data.max_sequence_tokens = 102 tokens are more than engine.max_tokens_per_micro_batch=100, and a pair "
-            "is never split over micro-batches; lower the former or raise the latter"
+            "2 x data.max_sequence_tokens=51 = 102 tokens are more than engine.max_tokens_per_micro_batch=100, and a "
+            "pair is never split over micro-batches; lower the former or raise the latter"
         )
     kto = [*fits, "loss=kto", "data.max_sequence_tokens=100"]
     assert PreferenceConfig.load(None, kto).loss.name == "kto"
     assert message_of(PreferenceConfig, [*kto, "data.max_sequence_tokens=101"]) == (
-        "data.max_sequence_tokens = 101 tokens are more than engine.max_tokens_per_micro_batch=100, and a sequence is "
+        "data.max_sequence_tokens=101 tokens are more than engine.max_tokens_per_micro_batch=100, and a sequence is "
         "never split over micro-batches; lower the former or raise the latter"
     )
     assert message_of(PreferenceConfig, [*fits, "reference.max_tokens_per_micro_batch=99"]).startswith(
-        "2 x data.max_sequence_tokens = 100 tokens are more than reference.max_tokens_per_micro_batch=99"
+        "2 x data.max_sequence_tokens=50 = 100 tokens are more than reference.max_tokens_per_micro_batch=99"
     )
 
 

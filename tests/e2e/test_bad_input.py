@@ -241,7 +241,7 @@ def test_weights_that_do_not_fit_are_named_with_the_tensor(sft, command, assets,
 
 
 def test_a_context_shorter_than_the_settings_is_named_with_both_numbers(sft):
-    assert_one_line(sft(data__max_sequence_tokens=97), "data.max_sequence_tokens = 97", "96", "max_position_embeddings")
+    assert_one_line(sft(data__max_sequence_tokens=97), "data.max_sequence_tokens=97", "96", "max_position_embeddings")
 
 
 def test_sequences_that_would_change_the_rotary_frequencies_of_others_are_refused_before_any_step(
@@ -260,7 +260,7 @@ def test_sequences_that_would_change_the_rotary_frequencies_of_others_are_refuse
     }
     (model / "config.json").write_text(json.dumps(config))
     parts = ["49", "48", "original_max_position_embeddings, as with rope_type longrope", "lower it"]
-    assert_one_line(sft(model__path=model, data__max_sequence_tokens=49), "data.max_sequence_tokens = 49", *parts)
+    assert_one_line(sft(model__path=model, data__max_sequence_tokens=49), "data.max_sequence_tokens=49", *parts)
     done = rl(model__path=model, data__max_prompt_tokens=40, rollout__max_response_tokens=9)
     assert_one_line(done, r"data.max_prompt_tokens=40 \+ rollout.max_response_tokens=9 = 49", *parts)
     assert not (tmp_path / "run").exists()

@@ -36,10 +36,10 @@ def test_an_opened_model_knows_its_tokenizer_and_context(folder):
     assert model.folder == folder
     assert model.context.num_tokens == 96
     assert model.tokenizer.encode("12") == model.tokenizer.convert_tokens_to_ids(["1", "2"])
-    model.context.require("data.max_sequence_tokens", 96)
-    message = r"data.max_sequence_tokens = 97 tokens, more than the 96 of the model's context \(max_position_embeddings"
+    model.context.require("data.max_sequence_tokens=96", 96)
+    message = r"data.max_sequence_tokens=97 tokens, more than the 96 of the model's context \(max_position_embeddings"
     with pytest.raises(ConfigError, match=message):
-        model.context.require("data.max_sequence_tokens", 97)
+        model.context.require("data.max_sequence_tokens=97", 97)
 
 
 @pytest.mark.parametrize("part", ["resolve_folder", "read_model_config", "load_tokenizer", "verify_weights"])
@@ -67,9 +67,9 @@ def test_the_context_ends_where_rotary_frequencies_depend_on_the_batch(folder, r
     edit(folder / "config.json", rope_parameters={"rope_theta": 1e4, **factors, **rope})
     model = open_folder(folder)
     assert model.context.num_tokens == limit
-    model.context.require("data.max_sequence_tokens", limit)
-    with pytest.raises(ConfigError, match=rf"= {limit + 1} tokens, more than the {limit} .*\({key} .*config.json\)"):
-        model.context.require("data.max_sequence_tokens", limit + 1)
+    model.context.require(f"k={limit}", limit)
+    with pytest.raises(ConfigError, match=rf"={limit + 1} tokens, more than the {limit} .*\({key} .*config.json\)"):
+        model.context.require(f"k={limit + 1}", limit + 1)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(folder):
@@ -230,12 +230,12 @@ def other_words(tmp_path_factory):
 
 def test_a_companion_reads_the_same_tokens_and_as_many(model_folder, other_words):
     main, other = (open_model(ModelConfig(path=str(folder))) for folder in (model_folder, other_words))
-    same = open_companion(main.config, main, keys="k", num_tokens=96)
+    same = open_companion(main.config, main, said="k", num_tokens=96)
     assert same.folder == main.folder
     with pytest.raises(ModelError, match=r"differ in 1 entries \(only that of .*other has '.*' as token 26\d\)"):
-        open_companion(ModelConfig(path=str(other_words)), main, keys="k", num_tokens=8)
-    with pytest.raises(ConfigError, match="k = 49 tokens, more than the 48 of the model's context"):
-        open_companion(ModelConfig(path=str(other_words)), other, keys="k", num_tokens=49)
+        open_companion(ModelConfig(path=str(other_words)), main, said="k", num_tokens=8)
+    with pytest.raises(ConfigError, match="k=49 tokens, more than the 48 of the model's context"):
+        open_companion(ModelConfig(path=str(other_words)), other, said="k=49", num_tokens=49)
 
 
 @pytest.fixture

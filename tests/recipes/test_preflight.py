@@ -304,11 +304,11 @@ def test_a_family_that_transformers_lacks_is_told(data, tmp_path):
 
 
 def limits(recipe, num_tokens):
-    """The keys that allow a recipe sequences of so many tokens, and them in a config."""
+    """What allows a recipe sequences of so many tokens, in words and in a config."""
     if recipe in ("rl", "eval"):
         lengths = {"data": {"max_prompt_tokens": 60}, "rollout": {"max_response_tokens": num_tokens - 60}}
-        return f"data.max_prompt_tokens=60 + rollout.max_response_tokens={num_tokens - 60}", lengths
-    return "data.max_sequence_tokens", {"data": {"max_sequence_tokens": num_tokens}}
+        return f"data.max_prompt_tokens=60 + rollout.max_response_tokens={num_tokens - 60} = {num_tokens}", lengths
+    return f"data.max_sequence_tokens={num_tokens}", {"data": {"max_sequence_tokens": num_tokens}}
 
 
 @pytest.mark.parametrize(
@@ -337,8 +337,8 @@ def test_sequences_longer_than_the_context_of_a_model_that_is_here_are_refused(d
         check_inputs(RECIPES[recipe].parse(tree | changed, origin="test"))
 
     check(96)
-    keys, _ = limits(recipe, 97)
-    told = f"{keys} = 97 tokens, more than the 96 of the model's context (max_position_embeddings in {model_folder}/"
+    said, _ = limits(recipe, 97)
+    told = f"{said} tokens, more than the 96 of the model's context (max_position_embeddings in {model_folder}/"
     with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
         check(97)
 

@@ -63,6 +63,11 @@ def scorer(fake_group, model_folder):
     return ModelScorer(engine, load_tokenizer(model), 96)
 
 
+def with_room(engine, num_tokens):
+    layout = FrozenEngineConfig(max_tokens_per_micro_batch=num_tokens)
+    return replace(engine, source=engine.source.model_copy(update={"layout": layout}))
+
+
 def test_a_conversation_is_rendered_with_the_reward_models_own_template(scorer, model_folder):
     tokenizer = load_tokenizer(ModelConfig(path=str(model_folder)))
     messages = [{"role": "user", "content": "2+2="}]
@@ -267,7 +272,7 @@ def test_a_reward_model_of_words_reads_what_the_policys_template_writes_for_an_i
     """As text: to its own tokenizer the marks are nothing special."""
     vision_folder("qwen3_vl", tmp_path / "policy")
     jobs, shown_by = jobs_of(pictures, tmp_path / "policy")
-    engine = replace(scorer.engine, layout=FrozenEngineConfig(max_tokens_per_micro_batch=400))
+    engine = with_room(scorer.engine, 400)
     words = ModelScorer(engine, scorer._tokenizer, None, shown_by=shown_by)
     sent = [words._sample(job) for job in jobs]
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -286,7 +291,7 @@ def test_what_a_reward_model_cannot_be_shown_fails_and_the_others_are_scored(sco
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "judge")
     vision = Vision.load(tmp_path / "judge", tokenizer)
     jobs, _ = jobs_of(pictures, tmp_path / "policy", ("12", "5", "a"))
-    engine = replace(scorer.engine, layout=FrozenEngineConfig(max_tokens_per_micro_batch=400))
+    engine = with_room(scorer.engine, 400)
     sees = ModelScorer(engine, tokenizer, None, [vision.image_token_id], vision=vision)
     spells = replace(jobs[0], solution_str="[IMG]", messages=_with_picture(jobs[2].messages, "0.png", tmp_path))
     answers = dict(sees.score([*jobs, spells, replace(jobs[1], solution_str="[IMG]")]))
@@ -304,7 +309,7 @@ def test_what_a_reward_model_cannot_be_shown_fails_and_the_others_are_scored(sco
 def test_a_system_prompt_that_spells_the_placeholder_has_no_image(scorer, pictures, tmp_path):
     vision_folder("qwen3_vl", tmp_path / "policy")
     jobs, vision = jobs_of(pictures, tmp_path / "policy", system_prompt="Look at the <image>.")
-    engine = replace(scorer.engine, layout=FrozenEngineConfig(max_tokens_per_micro_batch=400))
+    engine = with_room(scorer.engine, 400)
     sees = ModelScorer(engine, AutoTokenizer.from_pretrained(tmp_path / "policy"), None, vision=vision)
     sample = sees._sample(jobs[0])
     assert [len(sample.image_refs), sample.position_ids.shape[1]] == [2, len(sample.token_ids)]

@@ -38,7 +38,7 @@ def config(*, tree=None, **algorithm) -> RLConfig:
 def built(fake_group, monkeypatch):
     """(engines, group): what was built for a config, in a run of 10 steps on 2 ranks."""
 
-    def opened(model, *, main, keys, num_tokens):
+    def opened(model, *, main, said, num_tokens):
         assert (main.config.path, num_tokens) == ("m", 100 + 256)
         return SimpleNamespace(config=ModelConfig(path=f"opened {model.path}"))
 
