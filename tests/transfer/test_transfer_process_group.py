@@ -1,5 +1,7 @@
 """What is of the process group alone; what every medium does is in test_medium.py."""
 
+import os
+import time
 from datetime import timedelta
 from functools import partial
 from unittest.mock import Mock
@@ -99,9 +101,11 @@ def pull_large(num_syncs, join):
     return receipts, receiver.received_in_place
 
 
-def test_large_weights_are_received_where_they_are_served(tmp_path):
-    sent, *received = run_ends([partial(push_large, 3), partial(pull_large, 3), partial(pull_large, 3)], tmp_path)
-    assert received == 2 * [(sent, {"first", "large"})]
+@pytest.mark.parametrize("num_receivers", [1, 2, 3])
+def test_large_weights_are_received_where_they_are_served(tmp_path, num_receivers):
+    """Sent to each of one or two receivers, broadcast to more."""
+    sent, *received = run_ends([partial(push_large, 3), *num_receivers * [partial(pull_large, 3)]], tmp_path)
+    assert received == num_receivers * [(sent, {"first", "large"})]
     assert received[0][0][2].num_proven == 6
 
 
@@ -112,7 +116,41 @@ def pull_and_fail(join):
     return receiver.version
 
 
-def test_weights_of_which_some_are_in_place_are_not_committed(tmp_path):
-    sent, version = run_ends([partial(push_large, 1), pull_and_fail], tmp_path)
+@pytest.mark.parametrize("num_receivers", [1, 3])
+def test_weights_of_which_some_are_in_place_are_not_committed(tmp_path, num_receivers):
+    sent, *versions = run_ends([partial(push_large, 1), *num_receivers * [pull_and_fail]], tmp_path)
     assert sent == "weight sync 1 failed at receiver 1: OSError: no more"
-    assert version is None
+    assert versions == num_receivers * [None]
+
+
+def pull_once_and_die(join):
+    pull_weights(WatchingReceiver(), join(ProcessGroupMedium))
+    os._exit(1)
+
+
+def push_to_the_dead(join):
+    """What it says of each sync."""
+    medium = join(ProcessGroupMedium, timeout=timedelta(seconds=20))
+    push = partial(push_weights, medium=medium, bucket_bytes=1 << 24)
+    push(DictSender(large_weights(1)).named_weights(torch.bfloat16), version=1)
+    with pytest.raises(MediumError) as caught:
+        push(DictSender(large_weights(2)).named_weights(torch.bfloat16), version=2)
+    return str(caught.value)
+
+
+def pull_beside_the_dead(join):
+    medium, receiver = join(ProcessGroupMedium, timeout=timedelta(seconds=20)), WatchingReceiver()
+    pull_weights(receiver, medium)
+    with pytest.raises(MediumError) as caught:
+        pull_weights(receiver, medium)
+    return str(caught.value), receiver.version
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 2])
+def test_a_receiver_that_dies_between_syncs_is_noticed_at_every_end(tmp_path, num_others):
+    ends = [push_to_the_dead, *num_others * [pull_beside_the_dead], pull_once_and_die]
+    started = time.monotonic()
+    said, *others, _ = run_ends(ends, tmp_path)
+    assert f"receiver {num_others + 1}" in said.partition("nothing was heard from")[2]
+    assert all("nothing was heard from" in message and version in (1, None) for message, version in others)
+    assert time.monotonic() - started < 60
