@@ -247,7 +247,7 @@ def _render(
     try:
         template = tokenizer.get_chat_template(tools=list(tools) or None)
         return tokenizer.apply_chat_template(
-            [formed(tokenizer, template, message) for message in messages],
+            [formed(tokenizer, template, message, with_tools=bool(tools)) for message in messages],
             tools=list(tools) or None,
             chat_template=template,
             tokenize=False,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.data.messages import Message
+from shardwise.data.messages import Message, ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,11 @@ _AROUND: dict[str, Sequence[tuple[Sequence[str], Sequence[str]]]] = {
 """Role -> the roles before and behind it in conversations that show how a template takes its parts."""
 _BEHIND_OTHERS = [(("user", "assistant"), ()), (("user",), ())]
 """The same for all other roles, such as tool."""
+_ANY_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {"name": "any", "description": "Any.", "parameters": {"type": "object", "properties": {}}},
+}
+"""A tool for a conversation that shows how a template takes parts beside tools."""
 _LIST = re.compile(r"""['"]type['"]: ['"]text['"]""")
 """A list of parts that a template wrote as it is."""
 
@@ -44,19 +49,22 @@ def text_part(words: str) -> Part:
     return {"type": "text", "text": words}
 
 
-def formed(tokenizer: "PreTrainedTokenizerBase", template: str, message: Message) -> Message:
+def formed(
+    tokenizer: "PreTrainedTokenizerBase", template: str, message: Message, *, with_tools: bool = False
+) -> Message:
     """Returns a message as the template takes it: words as a string or a part, and parts as they are, or else as one
     string, with what the template writes for an image in the place of each.
 
     Args:
         message: its content is a string or a list of Part.
+        with_tools: the conversation offers tools.
     Raises:
         ValueError: the template writes no words.
     """
     content, form = message["content"], form_of_words(tokenizer, template)
     if isinstance(content, str):
         return {**message, "content": form(content)}
-    if takes_parts(tokenizer, template, message["role"], with_image=IMAGE in content):
+    if takes_parts(tokenizer, template, message["role"], with_image=IMAGE in content, with_tools=with_tools):
         return message
     return {**message, "content": form(joined(content, image_form(tokenizer, template).text))}
 
@@ -93,25 +101,39 @@ def form_of_words(tokenizer: "PreTrainedTokenizerBase", template: str) -> Callab
     return str
 
 
-@lru_cache(maxsize=32)
-def takes_parts(tokenizer: "PreTrainedTokenizerBase", template: str, role: str, *, with_image: bool) -> bool:
-    """Finds whether a chat template writes all parts of a content with several in a message of this role. Some take the
-    first alone, some write the list itself, and some refuse it.
+@lru_cache(maxsize=64)
+def takes_parts(
+    tokenizer: "PreTrainedTokenizerBase", template: str, role: str, *, with_image: bool, with_tools: bool = False
+) -> bool:
+    """Finds whether a chat template writes all parts of a content with several in a message of this role, in every
+    conversation in which it takes them as one string. Some take the first alone, some write the list itself, and some
+    refuse it: everywhere, in the first message, or in the one that they write a system prompt or tools into.
 
+    Args:
+        with_tools: the conversation offers tools.
     Raises:
         ValueError: as `form_of_words`.
     """
     form, image = form_of_words(tokenizer, template), image_form(tokenizer, template).text
     content = [*([IMAGE] if with_image else []), text_part(_ANY_WORDS), text_part(_OTHER_WORDS)]
 
-    def takes(before: Sequence[str], behind: Sequence[str]) -> bool:
+    def takes(before: Sequence[str], behind: Sequence[str]) -> bool | None:
+        """None: neither as parts nor as one string."""
         said, answered = ([{"role": one, "content": form(_BESIDE)} for one in roles] for roles in (before, behind))
-        text = _written(tokenizer, template, [*said, {"role": role, "content": content}, *answered])
-        if text is None or _LIST.search(text) or (with_image and not (image and image in text)):
+
+        def told(given: Any) -> str | None:
+            messages = [*said, {"role": role, "content": given}, *answered]
+            return _written(tokenizer, template, messages, tools=[_ANY_TOOL] if with_tools else None)
+
+        text = told(content)
+        if text is None:
+            return None if told(form(joined(content, image))) is None else False
+        if _LIST.search(text) or (with_image and not (image and image in text)):
             return False
         return -1 < text.find(_ANY_WORDS) < text.find(_OTHER_WORDS)
 
-    return any(takes(*around) for around in _AROUND.get(role, _BEHIND_OTHERS))
+    found = {takes(*around) for around in _AROUND.get(role, _BEHIND_OTHERS)}
+    return True in found and False not in found
 
 
 @lru_cache(maxsize=8)
@@ -137,11 +159,19 @@ def _one_part(words: str) -> list[Part]:
     return [text_part(words)]
 
 
-def _written(tokenizer: "PreTrainedTokenizerBase", template: str, messages: list[Message]) -> str | None:
+def _written(
+    tokenizer: "PreTrainedTokenizerBase",
+    template: str,
+    messages: list[Message],
+    *,
+    tools: list[ToolSchema] | None = None,
+) -> str | None:
     """Returns what a template writes for messages and the beginning of an answer; None if it refuses them."""
     try:
         return str(
-            tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
+            tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
         )
     except Exception:  # what a template does with values of the messages may raise anything
         return None

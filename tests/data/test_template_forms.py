@@ -1,9 +1,12 @@
 """What chat templates of the hub and others take for contents."""
 
+from copy import copy
+
 import pytest
 from llava_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL
 from vision_folders import MARK, TEMPLATE, WORDS, tokenizer_with_images
 
+from shardwise.data.chat import render_prompt
 from shardwise.data.template_forms import (
     IMAGE,
     ImageForm,
@@ -40,6 +43,18 @@ SORTED = FIRST_PART.replace(
 )
 """Puts an image before the words beside it where nothing else is there, as that of Ministral 3 does."""
 
+INTO_THE_FIRST = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' }}"
+    "{% set before = system ~ (tools | tojson if tools else '') if loop.first else '' %}"
+    "{% if before %}{{ before ~ m.content }}{% elif m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+"""Writes a system prompt and tools into the first message, and of that one the list itself, as that of Llama 4 does
+beside tools."""
+REFUSING = INTO_THE_FIRST.replace("before ~ m.content", "before + m.content")
+"""The same, but it refuses the list there."""
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -68,6 +83,32 @@ def test_roles_whose_parts_a_template_writes_are_known(tokenizer, template, word
     for with_image, expected in ((False, words), (True, images)):
         found = [role for role in ROLES if takes_parts(tokenizer, template, role, with_image=with_image)]
         assert " ".join(found) == expected
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("template", [INTO_THE_FIRST, REFUSING])
+@pytest.mark.parametrize("system_prompt", [None, "Add."])
+@pytest.mark.parametrize("tools", [[], [TOOL]])
+def test_parts_beside_a_system_prompt_or_tools_are_what_their_words_are(tokenizer, template, system_prompt, tools):
+    """Whatever the template makes of a list alone in a conversation."""
+    own = copy(tokenizer)
+    own.chat_template = template
+
+    def rendered(content):
+        messages = [{"role": "user", "content": content}]
+        options = {"apply_chat_template": True, "system_prompt": system_prompt, "origin": "a row"}
+        return render_prompt(own, messages, tools=tools, **options)
+
+    assert rendered([text_part("2+"), text_part("3=")]) == rendered("2+3=")
+
+
+@pytest.mark.parametrize("template", [INTO_THE_FIRST, REFUSING])
+def test_a_template_takes_parts_only_if_it_does_wherever_it_takes_words(tokenizer, template):
+    assert not takes_parts(tokenizer, template, "user", with_image=False)
+    assert takes_parts(tokenizer, template, "assistant", with_image=False)
+    assert takes_parts(tokenizer, TEMPLATE, "user", with_image=True, with_tools=True)
 
 
 @pytest.mark.parametrize(
