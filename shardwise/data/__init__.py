@@ -21,4 +21,4 @@ from shardwise.data.synthetic import (
     train_tokenizer,
 )
 from shardwise.data.tokenizer import check_vocabulary, load_tokenizer, longest_token
-from shardwise.data.vision import Vision, WordsAlone
+from shardwise.data.vision import UnusableProcessor, Vision, WordsAlone

@@ -78,7 +78,7 @@ class Vision:
             reader = ImageReader.load(folder)
         except ModelError as error:
             warn(f"{error}; until then rows with images are refused")
-            return WordsAlone(str(error))
+            return UnusableProcessor(str(error))
         if reader is None:
             return None
         placeholder = placeholder_of(folder, reader.tower, tokenizer, config.image_token_id)
@@ -292,6 +292,10 @@ class WordsAlone(Vision):
     def image_token_id(self) -> int:
         """That of no token, for none may be in a text."""
         return -1
+
+
+class UnusableProcessor(WordsAlone):
+    """Stands in for the Vision of a model that sees images, but whose image processor cannot be used."""
 
 
 class _Taking:

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import DataError, ModelReward, RewardConfig
 from shardwise.controller.base import WorkerGroup
-from shardwise.data import Row, Vision, WordsAlone, render_response_sample
+from shardwise.data import Row, UnusableProcessor, Vision, WordsAlone, render_response_sample
 from shardwise.data.rows import make_sample, unshown_ids
 from shardwise.data.template_forms import IMAGE, joined
 from shardwise.recipes.engine_source import EngineSource
@@ -38,14 +38,16 @@ class ModelScorer:
         Args:
             context_tokens: the longest sequence the model was made for; None where it sets no limit.
             media_token_ids: tokens that stand for parts of images and videos, which no text may spell.
-            vision: how the model is shown images; None if it sees none.
+            vision: how the model is shown images; None if it sees none. Of a family that is shown none it reads words;
+                with an image processor that cannot be used it fails where there are images.
             shown_by: how the policy is shown images. What its template writes for one, a model of words reads.
         """
         self.engine = engine
         self._tokenizer = tokenizer
         self._context_tokens = context_tokens
         self._media_token_ids = frozenset(media_token_ids)
-        self._vision = None if isinstance(vision, WordsAlone) else vision
+        reads_words = isinstance(vision, WordsAlone) and not isinstance(vision, UnusableProcessor)
+        self._vision = None if reads_words else vision
         self._shown_by = shown_by
 
     def score(self, jobs: Sequence[RewardJob]) -> Iterator[tuple[int, Answer]]:

@@ -314,3 +314,19 @@ def test_a_system_prompt_that_spells_the_placeholder_has_no_image(scorer, pictur
     sample = sees._sample(jobs[0])
     assert [len(sample.image_refs), sample.position_ids.shape[1]] == [2, len(sample.token_ids)]
     assert "the <image>." in sees._tokenizer.decode(sample.token_ids)
+
+
+def test_a_reward_model_whose_image_processor_cannot_be_used_fails_where_there_are_images(scorer, pictures, tmp_path):
+    """It has learnt from images: what the policy's template writes for one would be scored as other words."""
+    vision_folder("qwen3_vl", tmp_path / "policy")
+    vision_folder("mistral3", tmp_path / "judge")
+    jobs, shown_by = jobs_of(pictures, tmp_path / "policy")
+    (tmp_path / "judge" / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "judge")
+    vision = Vision.load(tmp_path / "judge", tokenizer)
+    engine = with_room(scorer.engine, 400)
+    answers = dict(ModelScorer(engine, tokenizer, None, vision=vision, shown_by=shown_by).score(jobs))
+    for place in (0, 2):
+        assert answers[place].failure.startswith(f"prompts.jsonl line {place + 1}: the row has ")
+        assert "the image processor is CLIPImageProcessorPil" in answers[place].failure
+    assert answers[1].score > 0
