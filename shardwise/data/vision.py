@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 PLACEHOLDER = "<image>"
 """The text that stands for an image in a content that is a string."""
 _SOURCES = {"image", "path", "url", "bytes"}
-"""Under which a part has an image of its own; what each may be, `ImageReader.open` says."""
-
-
+"""The keys under which a part may have an image of its own, in a form that `ImageReader.open` takes."""
 _SAMPLE_SIZE = (300, 200)
 """Width and height of an image that every model takes."""
 
@@ -237,7 +235,7 @@ class Vision:
             ModelError: nothing that the model finds, or somewhere else than where rows may have it.
         """
         form = ImageForm("", "elsewhere")
-        with suppress(ValueError):  # without a template, or with one that writes no words
+        with suppress(ValueError):  # the tokenizer has no chat template
             form = image_form(self._tokenizer, self._tokenizer.get_chat_template())
         template = f"the chat template of {self._tokenizer.name_or_path} writes {form.text!r} for an image"
         if self._tokenizer.encode(form.text, add_special_tokens=False).count(self._image_token_id) != 1:

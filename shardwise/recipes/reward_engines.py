@@ -34,7 +34,6 @@ class ModelScorer:
         shown_by: Vision | None = None,
     ) -> None:
         """
-
         Args:
             context_tokens: the longest sequence the model was made for; None where it sets no limit.
             media_token_ids: tokens that stand for parts of images and videos, which no text may spell.
@@ -100,17 +99,13 @@ class ModelScorer:
             return job.messages, []
         if self._vision is None:
             assert self._shown_by is not None, "images that the policy was not shown"
-            said = [self._in_words(message, self._shown_by.image_form.text) for message in in_parts]
+            said = [_in_words(message, self._shown_by.image_form.text) for message in in_parts]
             image_refs: list[ImageRef] = []
         else:
             # Strings stay as they are: what they spell is text by now.
             said, image_refs = self._vision.take(in_parts, Row({}, job.uid, ""), _NO_COLUMN)
         left = iter(said)
         return [next(left) if isinstance(one["content"], list) else one for one in job.messages], image_refs
-
-    def _in_words(self, message: dict[str, Any], image_text: str) -> dict[str, Any]:
-        parts = [IMAGE if part["type"] == "image" else part for part in message["content"]]
-        return {**message, "content": joined(parts, image_text)}
 
 
 def build_reward_engines(
@@ -140,3 +135,9 @@ def build_reward_engines(
                 shown_by=shown_by,
             )
     return scorers
+
+
+def _in_words(message: dict[str, Any], image_text: str) -> dict[str, Any]:
+    """Returns a message with a content in parts as one with a string, and `image_text` in the place of each image."""
+    parts = [IMAGE if part["type"] == "image" else part for part in message["content"]]
+    return {**message, "content": joined(parts, image_text)}
