@@ -174,6 +174,7 @@ class BucketWriter:
         """Sends the checksum of the next entry that has none: xxh3 of the tensor that the receiver has to end up
         with."""
         self._num_unproven -= 1
+        self._make_room(_CHECKSUM_BYTES)
         self._checksums.append(checksum)
 
     def finish(self) -> None:
@@ -190,12 +191,7 @@ class BucketWriter:
         """Puts a part of the entry's bytes into the bucket, after sending what has no room beside it."""
         num_bytes = len(part)
         segment_bytes = len(json.dumps(_encode(Segment(entry, start, len(self._laid), self._used, num_bytes)))) + 16
-        header_bytes = segment_bytes + _CHECKSUM_BYTES
-        num_used = self._used + sum(map(len, self._laid))
-        has_room = num_used + num_bytes <= self._bucket_bytes and self._header_bytes + header_bytes <= MAX_HEADER_BYTES
-        if self._segments and not has_room:
-            self._flush(is_last=False)
-        self._header_bytes += header_bytes
+        self._make_room(segment_bytes, num_bytes)
         if num_bytes >= self._medium.large_bytes:
             self._laid.append(part)
             self._segments.append(Segment(entry, start, len(self._laid), 0, num_bytes))
@@ -203,6 +199,14 @@ class BucketWriter:
         self._segments.append(Segment(entry, start, 0, self._used, num_bytes))
         self._filled()[self._used : self._used + num_bytes].copy_(part)
         self._used += aligned(num_bytes)
+
+    def _make_room(self, header_bytes: int, num_bytes: int = 0) -> None:
+        """Takes room in the bucket's header, after sending what has none beside it and beside so many bytes of data."""
+        num_used = self._used + sum(map(len, self._laid))
+        has_room = num_used + num_bytes <= self._bucket_bytes and self._header_bytes + header_bytes <= MAX_HEADER_BYTES
+        if (self._segments or self._checksums) and not has_room:
+            self._flush(is_last=False)
+        self._header_bytes += header_bytes
 
     def _filled(self) -> Tensor:
         if self._packed is None:
@@ -217,8 +221,7 @@ class BucketWriter:
         self.num_bytes += sum(sizes)
         self._num_sent += 1
         self._packed, self._laid, self._segments, self._checksums = None, [], [], []
-        self._used = 0
-        self._header_bytes = _HEADER_RESERVE_BYTES + _CHECKSUM_BYTES * self._num_unproven
+        self._used, self._header_bytes = 0, _HEADER_RESERVE_BYTES
 
 
 class Assembly:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
 from typing import NoReturn
 
 from torch import Tensor
@@ -85,9 +84,11 @@ def push_weights(
 
         def send() -> SyncReceipt:
             hashing: deque[tuple[int, Callable[[], int]]] = deque()
+            num_earlier_bytes = 0  # of all in it but the last
             there = ((name, tensor.detach().to(medium.device).contiguous()) for name, tensor in weights)
             with ThreadPoolExecutor(1) as pool:
                 for name, tensor in there:
+                    num_earlier_bytes += hashing[-1][0] if hashing else 0
                     hashing.append((tensor.nbytes, manifest.hashed(name, tensor, pool)))
                     encoding, payload = encode(name, tensor)
                     if encoding == "whole" and writer.place(name, payload):
@@ -95,7 +96,8 @@ def push_weights(
                     writer.write(Entry.of(name, tensor, encoding, payload.numel()), payload)
                     del tensor, payload  # else they would stay while the next ones are gathered
                     # Tensors are hashed while they and later ones travel, and are held until then.
-                    while sum(num_bytes for num_bytes, _ in islice(hashing, len(hashing) - 1)) > bucket_bytes:
+                    while num_earlier_bytes > bucket_bytes:
+                        num_earlier_bytes -= hashing[0][0]
                         writer.prove(hashing.popleft()[1]())
                 for _, noted in hashing:
                     writer.prove(noted())
