@@ -274,13 +274,13 @@ class BucketReader:
 
         Args:
             version: the one that is due; None: any.
-            place: maps an entry to its destination [entry.num_bytes] uint8; entries that come alone in a block or in
-                pieces are put there. None: no preference.
+            place: maps an entry of that version to its destination [entry.num_bytes] uint8; entries that come alone in
+                a block or in pieces are put there, perhaps before this returns. None: no preference.
         Raises:
             WeightSyncError: another version is due, or the sender gave up.
             MediumError: nothing came in time.
         """
-        self._place = place
+        self._due, self._place = version, place
         self._bucket = self._receive()
         assert self.version is not None
         if version not in (None, self.version):
@@ -323,7 +323,7 @@ class BucketReader:
             self.is_finished = Header.decode(header).is_last
 
     def _receive(self) -> tuple[Header, list[Tensor]]:
-        text, blocks = self._receive_bucket(partial(_places_of_blocks, place=self._place))
+        text, blocks = self._receive_bucket(partial(_places_of_blocks, version=self._due, place=self._place))
         header = Header.decode(text)
         self.is_finished = header.is_last
         if self.version is None:
@@ -377,10 +377,15 @@ class BucketReader:
         return WeightSyncError(f"weight sync{'' if self.version is None else f' {self.version}'}: {message}")
 
 
-def _places_of_blocks(text: str, place: Callable[[Entry], Tensor | None]) -> list[Tensor | None]:
-    """The destinations of blocks that hold nothing but one entry or a piece of it; None for others."""
+def _places_of_blocks(
+    text: str, *, version: int | None, place: Callable[[Entry], Tensor | None]
+) -> list[Tensor | None]:
+    """The destinations of blocks that hold nothing but one entry or a piece of it; None for others, and for all in a
+    bucket of another version than is due."""
     header = Header.decode(text)
     places: list[Tensor | None] = [None] * len(header.block_bytes)
+    if version not in (None, header.version):
+        return places
     for segment in header.segments:
         if segment.num_bytes == header.block_bytes[segment.block] and (whole := place(segment.entry)) is not None:
             places[segment.block] = whole[segment.start : segment.start + segment.num_bytes]

@@ -158,7 +158,18 @@ def load_verified(
 ) -> SyncReceipt:
     """Loads all that arrives into an engine and verifies it; commits nothing. Raises as `pull_weights`."""
     served = dict(receiver.served_weights())
-    manifest = Manifest(reader.begin(version, partial(_place, served)), served.items())
+    is_loading = False
+
+    def place(entry: Entry) -> Tensor | None:
+        nonlocal is_loading
+        found = _place(served, entry)
+        if found is not None and not is_loading:
+            receiver.load_weights(())  # from here on nothing is generated
+            is_loading = True
+        return found
+
+    manifest = Manifest(reader.begin(version, place), served.items())
+    is_loading = True
     unreadable: dict[str, int] = {}
     receiver.load_weights(_arrived(reader, manifest, served, delta, unreadable))
     if not reader.is_exhausted:

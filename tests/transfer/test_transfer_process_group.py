@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from ends import DictReceiver, DictSender, run_ends, same, stop_self
+from ends import DictReceiver, DictSender, kill_self, run_ends, same, stop_self
 
 from shardwise.transfer import MediumError, ProcessGroupMedium, WeightSyncError, pull_weights, push_weights
 from shardwise.transfer.medium import Rendezvous
@@ -154,3 +154,39 @@ def test_a_receiver_that_dies_between_syncs_is_noticed_at_every_end(tmp_path, nu
     assert f"receiver {num_others + 1}" in said.partition("nothing was heard from")[2]
     assert all("nothing was heard from" in message and version in (1, None) for message, version in others)
     assert time.monotonic() - started < 60
+
+
+def pull_another_version(join):
+    receiver = WatchingReceiver()
+    with pytest.raises(WeightSyncError, match="version 7 is due, but version 1 came"):
+        pull_weights(receiver, join(ProcessGroupMedium), version=7)
+    return receiver.version, same(receiver.weights, large_weights(0))
+
+
+def test_weights_of_another_version_are_not_received_where_weights_are_served(tmp_path):
+    _, received = run_ends([partial(push_large, 1), pull_another_version], tmp_path)
+    assert received == (0, True)
+
+
+def push_one_bucket_and_die(join):
+    medium = join(ProcessGroupMedium)
+    send = medium.send
+
+    def send_once(*bucket):
+        send(*bucket)
+        kill_self()
+
+    medium.send = send_once
+    push_weights(DictSender(large_weights(1)).named_weights(torch.bfloat16), medium, version=1, bucket_bytes=1 << 24)
+
+
+def pull_what_breaks_off(join):
+    receiver = WatchingReceiver()
+    with pytest.raises(MediumError):
+        pull_weights(receiver, join(ProcessGroupMedium))
+    return receiver.version, same(receiver.weights, large_weights(0))
+
+
+def test_an_engine_generates_no_more_once_a_bucket_was_received_where_it_serves_from(tmp_path):
+    _, received = run_ends([push_one_bucket_and_die, pull_what_breaks_off], tmp_path)
+    assert received == (None, False)
