@@ -1,5 +1,4 @@
-"""Files as readers and power cuts find them: whole or not there, durable once these functions return, and still where
-they were written."""
+"""Files as readers and power cuts find them: whole, durable, and still where they were written."""
 
 import json
 import math
@@ -38,7 +37,8 @@ def is_still_at(file: IO[Any], path: Path) -> bool:
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[str]]:
     """Opens a text file that takes the place of the one at `path` when the body is done: a reader finds the old file or
-    the whole new one, whenever it looks. One process at a time may do this for a path.
+    the whole new one, whenever it looks, and so does who comes after a power cut: the new one for sure once its folder
+    is durable too (`fsync_path`). One process at a time may do this for a path.
 
     Raises:
         OSError: the file cannot be written; the old one is intact.
