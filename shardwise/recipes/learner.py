@@ -12,10 +12,7 @@ from shardwise.config import AdaptiveKl, AlgorithmConfig, Custom, KlController, 
 from shardwise.config.algorithm import BATCH_ADVANTAGES
 from shardwise.console import warn
 from shardwise.observability import Spans
-from shardwise.recipes.advantages import (
-    Scored,
-    with_advantages,
-)
+from shardwise.recipes.advantages import Scored, with_advantages
 from shardwise.recipes.custom import CustomFunction
 from shardwise.recipes.engines import EMPTY_STEPS, RemoteEngine
 from shardwise.recipes.overlong import with_overlong_penalty

@@ -4,14 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardwise.config import (
-    ConfigError,
-    RLConfig,
-    RolloutConfig,
-    SglangRollout,
-    frozen_layout,
-    longest_sequence,
-)
+from shardwise.config import ConfigError, RLConfig, RolloutConfig, SglangRollout, frozen_layout, longest_sequence
 from shardwise.controller.base import WorkerGroup
 from shardwise.model_config import read_model_config
 from shardwise.recipes.engine_source import EngineSource

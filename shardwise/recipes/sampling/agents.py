@@ -158,9 +158,8 @@ class Agents:
 
     def _start(self, sessions: Sequence[_Session], now: float) -> None:
         num_free = self._config.max_concurrent_calls - sum(session.runs for session in sessions)
-        for session in [session for session in sessions if session.cancel is None and session.outcome is None][
-            :num_free
-        ]:
+        to_begin = [session for session in sessions if session.cancel is None and session.outcome is None]
+        for session in to_begin[:num_free]:
             endpoint = Endpoint(
                 base_url=f"http://{HOST}:{self._server.port}/v1", api_key=session.key, model=chat_format.MODEL
             )
