@@ -204,13 +204,13 @@ def _arrived(
 
 
 def _place(served: Mapping[str, Tensor], entry: Entry) -> Tensor | None:
-    """The memory that the engine serves a tensor from; None if the entry cannot be received there."""
+    """The memory that the engine serves a tensor from; None if the entry cannot be received there. Raises nothing: a
+    medium that asks has taken the header of a bucket whose data is on its way."""
     tensor = served.get(entry.name)
     if tensor is None or tensor.is_meta or entry.encoding != "whole":
         return None
-    if (tensor.dtype, tuple(tensor.shape)) != (entry.torch_dtype, entry.shape) or not tensor.is_contiguous():
-        return None
-    return as_bytes(tensor)
+    of_served = Entry.of(entry.name, tensor, entry.encoding, tensor.nbytes)
+    return as_bytes(tensor) if of_served == entry and tensor.is_contiguous() else None
 
 
 def _decoded(entry: Entry, payload: Tensor, served: Tensor, delta: DeltaDecoder | None) -> Tensor:

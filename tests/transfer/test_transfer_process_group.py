@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from unittest.mock import Mock
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from ends import DictReceiver, DictSender, kill_self, run_ends, same, stop_self
 
-from shardwise.transfer import MediumError, ProcessGroupMedium, WeightSyncError, pull_weights, push_weights
+from shardwise.transfer import MediumError, ProcessGroupMedium, WeightSyncError, pull_weights, push_weights, sync
+from shardwise.transfer.buckets import Entry
 from shardwise.transfer.medium import Rendezvous
 
 
@@ -190,3 +192,23 @@ def pull_what_breaks_off(join):
 def test_an_engine_generates_no_more_once_a_bucket_was_received_where_it_serves_from(tmp_path):
     _, received = run_ends([push_one_bucket_and_die, pull_what_breaks_off], tmp_path)
     assert received == (None, False)
+
+
+def push_an_unknown_dtype(join):
+    """As from a later release of torch."""
+    of = Entry.of
+    sync.Entry = Mock(of=lambda *given: replace(of(*given), dtype="float2"))  # only in this process
+    return push_large(1, join)
+
+
+def pull_an_unknown_dtype(join):
+    receiver = WatchingReceiver()
+    with pytest.raises(WeightSyncError) as caught:
+        pull_weights(receiver, join(ProcessGroupMedium))
+    return str(caught.value)
+
+
+def test_a_dtype_that_the_receiver_does_not_know_is_said_at_both_ends(tmp_path):
+    sent, received = run_ends([push_an_unknown_dtype, pull_an_unknown_dtype], tmp_path)
+    assert received == "first was sent as 'float2', which is no dtype"
+    assert sent == f"weight sync 1 failed at receiver 1: {received}"
