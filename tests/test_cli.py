@@ -272,3 +272,27 @@ def test_threads_that_hang_in_code_of_users_change_no_exit_code():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["title"] == "SFTConfig", "all of the output is there"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "recipe", "given"),
+    [
+        (
+            ["parity", "m", "--dtype", "bfloat16", "-p", "a", "-p", "b", "--max-tokens", "4"],
+            "parity",
+            {"engine": "embedded", "dtype": "bfloat16", "prompts": ["a", "b"], "max_tokens": 4},
+        ),
+        (["replay", "m", "--micro-batch", "2"], "replay", {"micro_batch": 2}),
+    ],
+    ids=["parity", "replay"],
+)
+def test_a_question_is_asked_with_the_options_and_its_answer_is_the_exit_code(monkeypatch, arguments, recipe, given):
+    asked = []
+
+    def answered(path, device, **options):
+        asked.append((path, options))
+        return False
+
+    monkeypatch.setattr(f"shardwise.recipes.{recipe}.{recipe}", answered)
+    assert main(arguments) == 1
+    assert asked == [("m", given)]

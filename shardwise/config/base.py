@@ -362,7 +362,7 @@ def _what_stands_here(alternatives: Sequence[type[Config]]) -> str:
     """Says what to give where a value stands in the place of a group of keys, or of a name."""
     tag, tags = tag_of(alternatives[0]), _tags(alternatives)
     if tag is None:
-        return f"expected a group of keys: {_listed(list(alternatives[0].model_fields))}"
+        return f"expected a group of keys: {_nearest(list(alternatives[0].model_fields))}"
     if tag[0] == "name":
         return f"use one of {', '.join(tags)}, alone or as the name in a group of keys"
     return f"expected a group of keys with {tag[0]}={' or '.join(tags)}"
@@ -384,7 +384,7 @@ def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
     same = [other for other in everything if other.rpartition(".")[2] == name]
     same.sort(key=lambda other: other.count("."))
     below = [other for other in same if other.startswith(f"{group}.")]
-    valid = f"valid keys here: {_listed(siblings, path)}"
+    valid = f"valid keys here: {_nearest(siblings, path)}"
     near = ((below, 1.0), (siblings, 0.7))
     far = ((same, 1.0), (siblings, 0.6), (everything if group else [], 0.8))
     for candidates, cutoff in (*near, *far):
@@ -397,7 +397,7 @@ def _suggest(cls: type[Config], location: tuple[Any, ...]) -> str:
     return f"; {valid}" if siblings else ""
 
 
-def _listed(names: Sequence[str], near: str | None = None) -> str:
+def _nearest(names: Sequence[str], near: str | None = None) -> str:
     """Lists the names; if there are many, only the first ones, or those most similar to `near`."""
     if len(names) <= _MOST_LISTED:
         return ", ".join(names)

@@ -273,16 +273,16 @@ def require_teachers(teachers: Sequence[SourceTeacherConfig], sources: Sequence[
     has_default, there = len(named) < len(teachers), set(sources)
     if there - named and not has_default:
         raise ConfigError(
-            f"teachers have the data_source {_listed(named)}, but there are training rows from "
-            f"{_listed(there - named)}; add a teacher for them, or one without data_source, which teaches all others"
+            f"teachers have the data_source {_in_order(named)}, but there are training rows from "
+            f"{_in_order(there - named)}; add a teacher for them, or one without data_source, which teaches all others"
         )
     idle = {*(named - there), *(["null"] if has_default and there <= named else [])}
     if idle:
         raise ConfigError(
-            f"the teacher with data_source={_listed(idle)} has no training rows to teach, which are from "
-            f"{_listed(there)}; remove it"
+            f"the teacher with data_source={_in_order(idle)} has no training rows to teach, which are from "
+            f"{_in_order(there)}; remove it"
         )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _in_order(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))

@@ -11,8 +11,9 @@ from shardwise.ops import all_gather_flat
 from shardwise.transfer.buckets import DEFAULT_BUCKET_BYTES, BucketReader, BucketWriter, Entry
 from shardwise.transfer.medium import MEASUREMENT, Medium
 
-_PIECE_BYTES = 1 << 25
 _EXPOSED = "exposed"
+"""What a receiver says whose engine's memory the sender can write to."""
+_PIECE_BYTES = 1 << 25
 _NUM_PIECES = 4
 """Pieces per measurement. The fastest counts, because the first ones open connections and touch memory."""
 

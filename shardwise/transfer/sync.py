@@ -59,8 +59,8 @@ def push_weights(
         weights: Hugging Face names and tensors, in the same order on every rank, as TrainEngine.named_weights yields
             them. A tensor keeps its values as long as somebody holds it: it is sent while others are gathered.
         medium: the sending end; None on the ranks that have none and only take part in gathering.
-        bucket_bytes: size of the pieces that travel, a multiple of 16. Two of them are held at a time, and over a
-            process group the tensors of a third.
+        bucket_bytes: size of the pieces that travel, a multiple of 16. Two of them are held at a time, over a process
+            group the tensors of a third, and as many bytes of tensors that may still be hashed.
         delta: sends only what changed since the last sync with the same encoder, if all receivers still hold that.
         may_be_infinite: names of tensors that may hold infinities: buffers.
     Returns:

@@ -58,7 +58,8 @@ def bytes_hash(data: bytes | memoryview) -> str:
 
 
 def write_sealed_json(path: Path, content: Any) -> None:
-    """Writes {"xxh3": of the content, "content": ...} whole or not at all, durably. Raises OSError."""
+    """Writes {"xxh3": of the content, "content": ...} whole or not at all; durable once its folder is.
+    Raises OSError."""
     read = json.loads(to_json(content))  # the hash is of what will be read: text for keys, null for NaN
     write_json_atomic(path, {"xxh3": bytes_hash(_canonical(read)), "content": read})
 

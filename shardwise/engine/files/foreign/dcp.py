@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.config import ModelError
-from shardwise.console import counted
+from shardwise.console import counted, listed
 from shardwise.engine.files.foreign.found_weights import FoundWeights, find_weights
 from shardwise.engine.files.foreign.pickles import Record, read_pickle
 from shardwise.engine.files.foreign.tensors import Piece, ShardedTensor, ShardedTensors
@@ -80,7 +80,7 @@ class DcpCheckpoint:
         files = sorted({str(place["relative_path"]) for place in places.values()})
         if missing := [name for name in files if Path(name).name != name or not (folder / name).is_file()]:
             raise ModelError(
-                f"{folder} lacks {', '.join(missing[:3])}, which {METADATA} names; every rank writes a file, on its "
+                f"{folder} lacks {listed(missing)}, which {METADATA} names; every rank writes a file, on its "
                 "own node: copy all of them"
             )
         tensors = {name: _tensor(name, folder, entry, places) for name, entry in entries.items() if "chunks" in entry}

@@ -260,7 +260,7 @@ def _tensors(files: Sequence[Path], by_rank: Sequence[Mapping[str, Any]], mesh: 
     for file, state in zip(files, by_rank, strict=True):
         if different := sorted(state.keys() ^ by_rank[0].keys()):
             raise ModelError(
-                f"{file} and {files[0].name} hold different tensors ({', '.join(different[:3])}); bring back the files "
+                f"{file} and {files[0].name} hold different tensors ({listed(different)}); bring back the files "
                 "of one save"
             )
     for name in by_rank[0]:
