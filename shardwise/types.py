@@ -78,8 +78,9 @@ class Example:
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] | None = None
-    """The conversation that the prompt renders, for models with another chat template: contents are strings, or lists
-    of `{"type": "text", "text": ...}` and `{"type": "image"}`. None for plain text."""
+    """The conversation that the prompt renders, for models with another chat template: contents are strings as the row
+    has them, with `<image>` for an image if there are `image_refs`, or lists of `{"type": "text", "text": ...}` and
+    `{"type": "image"}`. None for plain text."""
     tools: list[str] | None = None
     """The names of the tools that this prompt offers; None: all of them."""
     image_refs: list[ImageRef] = field(default_factory=list)

@@ -214,6 +214,14 @@ _TRANSPARENT = {"La": "LA", "PA": "RGBA", "RGBa": "RGBA"}
 """Those with transparency that PNG does not have, and what keeps it."""
 
 
+def file_of(image_ref: ImageRef) -> str | bytes:
+    """The path of an image, or the bytes of its file."""
+    if image_ref.data is not None:
+        return image_ref.data.numpy().tobytes()
+    assert image_ref.path is not None
+    return image_ref.path
+
+
 def _stored(image: "Image", name: str) -> bytes:
     """A file of it that loses nothing the model sees. Raises DataError: as `_size` and `_load`."""
     _size(image, name)
@@ -296,9 +304,7 @@ def _upright(image: "Image", name: str) -> "Image":
 
 def _decoded(image_ref: ImageRef) -> "Image":
     """As it is looked at."""
-    source = image_ref.path if image_ref.data is None else image_ref.data.numpy().tobytes()
-    assert source is not None
-    with _opened(source, image_ref.name) as image:
+    with _opened(file_of(image_ref), image_ref.name) as image:
         _size(image, image_ref.name)  # of a file that may have changed since it was opened
         _load(image, image_ref.name)
         return _upright(image, image_ref.name)

@@ -25,7 +25,7 @@ from shardwise.data.sources import (
     read_rows,
     without_nulls,
 )
-from shardwise.data.vision import Vision, in_words, row_images
+from shardwise.data.vision import Vision, as_written, in_words, row_images
 from shardwise.types import Example, ImageRef, Sample
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def prompt_examples(
     num_truncated = 0
     for row in rows:
         offered = _offered_tools(config, row, tools)
+        given = get_cell(row, config.prompt_column)
         row, image_refs = _with_image_parts(config, row, config.prompt_column, vision)
         prompt_ids = render_prompt(
             tokenizer,
@@ -151,8 +152,10 @@ def prompt_examples(
         num_truncated += overlong
         example = _example(config, row, tokenizer, prompt_ids, is_judged=is_judged)
         if vision is not None and image_refs:
+            assert example.messages is not None, "images without a chat template"
             example = replace(
                 example,
+                messages=as_written(example.messages, given),
                 prompt=tokenizer.decode(words),
                 image_refs=image_refs,
                 position_ids=vision.position_ids(torch.tensor(prompt_ids), image_refs),

@@ -389,22 +389,25 @@ class _Taking:
         return IMAGE
 
 
-def with_images(messages: Sequence[Message], image_refs: Sequence[ImageRef]) -> list[Message]:
-    """Messages as `take` returned them, with every image in its part: its path, or the bytes of its file. The `take` of
-    another model reads them."""
-    left = iter(image_refs)
+def as_written(taken: Sequence[Message], given: str | Sequence[Message]) -> list[Message]:
+    """A prompt for the `take` of another model, whose template may end another line behind an image.
 
-    def shown(part: Part) -> Part:
-        if part != IMAGE:
-            return part
-        image_ref = next(left)
-        return IMAGE | {"image": image_ref.path if image_ref.data is None else image_ref.data.numpy().tobytes()}
-
-    return [
-        {**message, "content": [shown(part) for part in message["content"]]}
-        if isinstance(message["content"], list)
-        else message
-        for message in messages
+    Args:
+        taken: messages as `take` returned them, maybe behind a system prompt of their own.
+        given: the prompt that it took.
+    Returns:
+        The messages with every content that is a string as it was given. A system prompt that spells PLACEHOLDER is in
+        parts, for it has no image.
+    """
+    said = [{"content": given}] if isinstance(given, str) else given
+    num_added = len(taken) - len(said)
+    added = [
+        {**message, "content": [text_part(message["content"])]} if PLACEHOLDER in message["content"] else message
+        for message in taken[:num_added]
+    ]
+    return added + [
+        {**message, "content": one["content"]} if isinstance(one.get("content"), str) else message
+        for message, one in zip(taken[num_added:], said, strict=True)
     ]
 
 

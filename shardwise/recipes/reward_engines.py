@@ -9,15 +9,15 @@ from shardwise.config import DataError, ModelReward, RewardConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Row, UnusableProcessor, Vision, WordsAlone, render_response_sample
 from shardwise.data.rows import make_sample, unshown_ids
-from shardwise.data.template_forms import IMAGE, joined
+from shardwise.data.template_forms import joined
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.opened_model import open_model
 from shardwise.rewards import Answer, RewardJob
 from shardwise.types import ImageRef, Sample
 
-_NO_COLUMN = "images"
-"""A column that is not there: the images of a job are in its messages."""
+_COLUMN = "images"
+"""Where the images of a job are, in the row that it becomes."""
 
 
 class ModelScorer:
@@ -94,18 +94,14 @@ class ModelScorer:
         """Returns the messages as the model reads them, and their images as it sees them."""
         if job.messages is None:
             return None, []
-        in_parts = [message for message in job.messages if isinstance(message["content"], list)]
-        if not any(part["type"] == "image" for message in in_parts for part in message["content"]):
+        if not job.images:
             return job.messages, []
-        if self._vision is None:
-            assert self._shown_by is not None, "images that the policy was not shown"
-            said = [_in_words(message, self._shown_by.image_form.text) for message in in_parts]
-            image_refs: list[ImageRef] = []
-        else:
-            # Strings stay as they are: what they spell is text by now.
-            said, image_refs = self._vision.take(in_parts, Row({}, job.uid, ""), _NO_COLUMN)
-        left = iter(said)
-        return [next(left) if isinstance(one["content"], list) else one for one in job.messages], image_refs
+        shown_by = self._shown_by if self._vision is None else self._vision
+        assert shown_by is not None, "images that the policy was not shown"
+        said, image_refs = shown_by.take(job.messages, Row({_COLUMN: list(job.images)}, job.uid, ""), _COLUMN)
+        if self._vision is not None:
+            return said, image_refs
+        return [_in_words(message, shown_by.image_form.text) for message in said], []
 
 
 def build_reward_engines(
@@ -138,6 +134,6 @@ def build_reward_engines(
 
 
 def _in_words(message: dict[str, Any], image_text: str) -> dict[str, Any]:
-    """Returns a message with a content in parts as one with a string, and `image_text` in the place of each image."""
-    parts = [IMAGE if part["type"] == "image" else part for part in message["content"]]
-    return {**message, "content": joined(parts, image_text)}
+    """Returns a message whose content is a string, with `image_text` in the place of each image."""
+    content = message["content"]
+    return {**message, "content": content if isinstance(content, str) else joined(content, image_text)}

@@ -26,8 +26,10 @@ class RewardJob:
     prompt: str = ""
     """The prompt as text; judges, models and managers read it, functions are not given it."""
     messages: list[dict[str, Any]] | None = None
-    """The conversation that the prompt renders; None for plain text. A content may be a list of parts, of which that of
-    an image has the path or the bytes of its file: `{"type": "image", "image": ...}`."""
+    """The conversation that the prompt renders; None for plain text. A content is a string or a list of parts."""
+    images: Sequence[str | bytes] = ()
+    """The path of each image of the conversation, or the bytes of its file, in the order of their places: `<image>` in
+    a string, which is text where there are no images, and `{"type": "image"}` in a list."""
     outcome: "Answer | None" = None
     """The environment's answer about the completion; where it is a failure, nothing else is asked. None without an
     environment."""

@@ -34,10 +34,10 @@ from vision_samples import transformers_inputs, vision_families
 
 from shardwise.config import DataError, ModelError, PromptDataConfig, SupervisedDataConfig
 from shardwise.data import ImageReader, Vision
+from shardwise.data.images import file_of
 from shardwise.data.rows import prompt_examples, supervised_samples
 from shardwise.data.sources import Row
 from shardwise.data.synthetic import train_tokenizer
-from shardwise.data.vision import with_images
 from shardwise.model_config import media_token_ids
 from shardwise.recipes.sampling.samples import to_samples
 from shardwise.types import Completion, RolloutGroup
@@ -639,27 +639,35 @@ def test_prompts_show_what_conversations_show(ask, load, picture, tokenizer, tmp
     assert sample.image_refs == shown.image_refs
 
 
-def test_messages_name_their_images_for_another_model(ask, vision, picture, tmp_path):
-    """Which takes the same from them, without a column."""
+def test_messages_stay_as_their_row_has_them_for_another_model(ask, vision, picture, tmp_path):
+    """Which takes the same from them, with the images as a column; a system prompt of the config has none."""
     picture(3).save(tmp_path / "a.png")
+    parts = [IMAGE | {"image": "a.png"}, {"type": "text", "text": "Spell <image>."}]
     rows = [
-        {"prompt": "<image>Which?<image>", "images": ["a.png", "a.png"], "answer": "5"},
+        {"prompt": "<image>\nWhich?<image>", "images": ["a.png", "a.png"], "answer": "5"},
+        {"prompt": [*talk(parts, "<image>")[:1], *talk("<image>", "A cat.")], "images": ["a.png"], "answer": "5"},
         {"prompt": "2+3=", "answer": "5"},
     ]
-    shown, plain = ask(rows, system_prompt="See <image>.")
-    messages = with_images(shown.messages, shown.image_refs)
-    image = {"type": "image", "image": str(tmp_path / "a.png")}
-    assert messages == [
-        {"role": "system", "content": "See <image>."},
-        {"role": "user", "content": [image, {"type": "text", "text": "Which?"}, image]},
+    shown, several, plain = ask(rows, system_prompt="See <image>.")
+    system = {"role": "system", "content": [{"type": "text", "text": "See <image>."}]}
+    assert shown.messages == [system, {"role": "user", "content": "<image>\nWhich?<image>"}]
+    assert several.messages == [
+        system,
+        {"role": "user", "content": [IMAGE, {"type": "text", "text": "Spell <image>."}]},
+        *talk("<image>", "A cat."),
     ]
-    taken, image_refs = vision.take(messages[1:], Row({}, "a.jsonl line 1", "a"), "images")
-    assert taken == shown.messages[1:]
-    assert [one.size for one in image_refs] == [one.size for one in shown.image_refs]
-    assert with_images(plain.messages, []) == plain.messages
-    as_bytes = vision.open(encoded(picture(3)), tmp_path, "it")
-    (message,) = with_images([{"role": "user", "content": [IMAGE]}], [as_bytes])
-    assert message["content"] == [IMAGE | {"image": encoded(picture(3))}]
+    assert plain.messages == [{"role": "system", "content": "See <image>."}, {"role": "user", "content": "2+3="}]
+    for example, num_images in ((shown, 2), (several, 2)):
+        row = Row({"images": [file_of(one) for one in example.image_refs]}, "a.jsonl line 1", "a")
+        taken, image_refs = vision.take(example.messages, row, "images")
+        assert [one.path for one in image_refs] == [str(tmp_path / "a.png")] * num_images
+        assert sum(list(message["content"]).count(IMAGE) for message in taken) == num_images
+
+
+def test_the_file_of_an_image_is_its_path_or_its_bytes(vision, picture, tmp_path):
+    picture(3).save(tmp_path / "a.png")
+    assert file_of(vision.open("a.png", tmp_path, "it")) == str(tmp_path / "a.png")
+    assert file_of(vision.open(encoded(picture(3)), tmp_path, "it")) == encoded(picture(3))
 
 
 def test_prompts_whose_images_cannot_be_shown_are_refused(ask, picture, tmp_path):

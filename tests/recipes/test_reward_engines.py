@@ -22,7 +22,7 @@ from shardwise.config import (
     SupervisedDataConfig,
 )
 from shardwise.data import ImageReader, Vision, load_tokenizer, prompt_examples, supervised_samples
-from shardwise.data.vision import with_images
+from shardwise.data.images import file_of
 from shardwise.engine import TrainEngine
 from shardwise.engine.model_classes import AUTO_CLASSES
 from shardwise.recipes.engine_source import EngineSource
@@ -33,10 +33,8 @@ from shardwise.recipes.rl import train
 from shardwise.rewards import RewardJob
 
 
-def job(prompt, completion, *, messages=None) -> RewardJob:
-    return RewardJob(
-        uid=prompt, data_source="", prompt=prompt, messages=messages, solution_str=completion, ground_truth=None
-    )
+def job(prompt, completion, **options) -> RewardJob:
+    return RewardJob(uid=prompt, data_source="", prompt=prompt, solution_str=completion, ground_truth=None, **options)
 
 
 @pytest.fixture
@@ -157,7 +155,7 @@ def jobs_of(files, folder, answers=("12", "5", "a"), **settings):
     data = PromptDataConfig(ground_truth_column="answer", **settings)
     examples = prompt_examples(data, [files], tokenizer, max_rows=None, vision=vision).rows
     return [
-        job(example.uid, answer, messages=with_images(example.messages, example.image_refs))
+        job(example.uid, answer, messages=example.messages, images=[file_of(one) for one in example.image_refs])
         for example, answer in zip(examples, answers, strict=True)
     ], vision
 
@@ -220,18 +218,39 @@ def test_a_reward_model_that_sees_images_scores_them_as_its_class_of_transformer
     assert [found[place].failure for place in range(3)] == [None] * 3
     assert [found[place].score for place in range(3)] == pytest.approx(expected, abs=1e-5)
     assert max(map(abs, expected)) > 0.01
-    exchanged = dict(
-        scorer.score([jobs[0], replace(jobs[2], messages=_with_picture(jobs[2].messages, "0.png", tmp_path))])
-    )
+    exchanged = dict(scorer.score([jobs[0], replace(jobs[2], images=[str(tmp_path / "0.png")])]))
     assert abs(exchanged[1].score - found[2].score) > 1e-4
     assert exchanged[0].score == pytest.approx(found[0].score, abs=1e-5)
 
 
-def _with_picture(messages, name, folder):
-    """A user's message that shows another file."""
-    (message,) = messages
-    image, *words = message["content"]
-    return [message | {"content": [image | {"image": str(folder / name)}, *words]}]
+def name_tile_marks(folder):
+    """Has the tokenizer of an InternVL name them, as those of the hub do."""
+    path = folder / "tokenizer_config.json"
+    names = {"start_image_token": "<img>", "end_image_token": "</img>"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"extra_special_tokens": names}))
+
+
+@pytest.mark.parametrize(("family", "policy"), [("internvl", "qwen3_vl"), ("qwen3_vl", "internvl")])
+def test_a_line_that_ends_behind_an_image_is_read_as_it_was_learnt(scorer, pictures, tmp_path, family, policy):
+    """The template of InternVL ends it itself, and that of Qwen does not."""
+    for name, folder in ((policy, "policy"), (family, "judge")):
+        vision_folder(name, tmp_path / folder)
+        if name == "internvl":
+            name_tile_marks(tmp_path / folder)
+    prompts, answered = tmp_path / "lines.jsonl", tmp_path / "answered.jsonl"
+    row = {"prompt": "<image>\nWhich?", "images": ["0.png"], "answer": "5"}
+    prompts.write_text(json.dumps(row))
+    answered.write_text(json.dumps(row | {"response": "12"}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "judge")
+    vision = Vision.load(tmp_path / "judge", tokenizer)
+    (asked,), shown_by = jobs_of(str(prompts), tmp_path / "policy", ("12",))
+    sent = ModelScorer(with_room(scorer.engine, 400), tokenizer, None, vision=vision, shown_by=shown_by)._sample(asked)
+    data = SupervisedDataConfig(), [str(answered)], tokenizer
+    (learnt,) = supervised_samples(*data, max_rows=None, vision=vision).rows
+    assert sent.token_ids.tolist() == learnt.token_ids.tolist()
+    words = ModelScorer(with_room(scorer.engine, 400), scorer._tokenizer, None, shown_by=shown_by)._sample(asked)
+    image = {"internvl": "<IMG_CONTEXT>\n", "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>\n"}[policy]
+    assert f"{image}Which?" in scorer._tokenizer.decode(words.token_ids)
 
 
 def test_a_run_is_rewarded_by_a_model_that_sees_the_images_of_its_prompts(
@@ -250,16 +269,14 @@ def test_a_run_is_rewarded_by_a_model_that_sees_the_images_of_its_prompts(
     scored, score = [], ModelScorer.score
 
     def spy(self, jobs):
-        scored.extend(job.messages for job in jobs)
+        scored.extend(jobs)
         return score(self, jobs)
 
     monkeypatch.setattr(ModelScorer, "score", spy)
     train(RLConfig.parse(tree, origin="test"), group_of_one)
     lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [line["reward_failure"] for line in lines] == [None] * 6
-    contents = [message["content"] for (message,) in scored]
-    images = [[part["type"] for part in one].count("image") if isinstance(one, list) else 0 for one in contents]
-    assert sorted(images) == [0, 0, 1, 1, 2, 2]
+    assert sorted(len(job.images) for job in scored) == [0, 0, 1, 1, 2, 2]
     for line in lines:
         place = int(line["uid"].removeprefix("prompts.jsonl line ")) - 1
         expected = scores_of_transformers(folder, tmp_path, pictures, [line["completion"]] * 3)[place]
@@ -293,7 +310,7 @@ def test_what_a_reward_model_cannot_be_shown_fails_and_the_others_are_scored(sco
     jobs, _ = jobs_of(pictures, tmp_path / "policy", ("12", "5", "a"))
     engine = with_room(scorer.engine, 400)
     sees = ModelScorer(engine, tokenizer, None, [vision.image_token_id], vision=vision)
-    spells = replace(jobs[0], solution_str="[IMG]", messages=_with_picture(jobs[2].messages, "0.png", tmp_path))
+    spells = replace(jobs[2], uid=jobs[0].uid, solution_str="[IMG]", images=[str(tmp_path / "0.png")])
     answers = dict(sees.score([*jobs, spells, replace(jobs[1], solution_str="[IMG]")]))
     assert answers[0].failure.startswith("prompts.jsonl line 1: image 2 (")
     assert "takes no image of less than 2" in answers[0].failure

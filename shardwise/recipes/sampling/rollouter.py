@@ -17,7 +17,7 @@ from shardwise.config import (
     TrainingError,
 )
 from shardwise.controller.base import WorkerGroup
-from shardwise.data.vision import with_images
+from shardwise.data.images import file_of
 from shardwise.fault_plan import fault_point
 from shardwise.recipes.sampling.agents import Agents
 from shardwise.recipes.sampling.environment import load_agent, load_environment
@@ -199,18 +199,23 @@ class Rollouter:
         if self._rewards is None:
             _require_whole(episodes)
             return [[RewardResult(score=0.0) for _ in group] for group in groups]
-        results = iter(self._rewards.score([self._job(episode) for episode in episodes]))
+        results = iter(self._rewards.score([job for group in groups for job in self._jobs(group)]))
         return [[next(results) for _ in group] for group in groups]
 
-    def _job(self, episode: Episode) -> RewardJob:
+    def _jobs(self, group: list[Episode]) -> list[RewardJob]:
+        """Makes the jobs that judge the episodes of one example, which share its images."""
+        images = [file_of(image_ref) for image_ref in group[0].example.image_refs]
+        return [self._job(episode, images) for episode in group]
+
+    def _job(self, episode: Episode, images: list[str | bytes]) -> RewardJob:
         """Makes the job that judges an episode's last turn; everything before it belongs to the prompt."""
         example = episode.example
         extra_info = {**example.extra_info, "num_response_tokens": len(episode.completion.token_ids)}
-        asked = None if example.messages is None else with_images(example.messages, example.image_refs)
         return RewardJob(
             uid=example.uid,
             prompt=self.prompt_text(example, episode.completion) + self._tokenizer.decode(episode.ids_before_last_turn),
-            messages=None if asked is None else asked + episode.said[:-1],
+            messages=None if example.messages is None else example.messages + episode.said[:-1],
+            images=images,
             data_source=example.data_source,
             solution_str=episode.last_turn,
             ground_truth=example.ground_truth,

@@ -13,7 +13,7 @@ from shardwise.recipes.sampling.rollouter import Rollouter
 from shardwise.recipes.sampling.sync_gate import SyncGate
 from shardwise.rewards import RewardResult
 from shardwise.rollout import EmbeddedEngine
-from shardwise.types import Completion, Example, GenerateRequest
+from shardwise.types import Completion, Example, GenerateRequest, ImageRef
 
 
 class Digits:
@@ -80,6 +80,25 @@ def test_every_example_gets_its_own_completions_texts_and_scores(fake_group, siz
     assert [(job.uid, job.ground_truth, job.extra_info) for job in rewards.jobs[3:6]] == [
         ("row 9", 9, {"p": 9, "num_response_tokens": 3})
     ] * 3
+
+
+def test_the_jobs_of_an_example_share_its_images(fake_group):
+    """A copy of the file's bytes for every completion would be most of a large group's memory."""
+    rewards = Rewards()
+    rollouter = Rollouter(fake_group(1, generate=answer), Digits(), RolloutConfig(), rewards, max_prompt_tokens=9)
+    sizes = {"num_patches": 4, "num_tokens": 1, "size": [1, 2, 2]}
+    image_refs = [
+        ImageRef(name="it", data=torch.tensor([7, 8], dtype=torch.uint8), **sizes),
+        ImageRef(name="other", path="a.png", **sizes),
+    ]
+    asked = [{"role": "user", "content": "<image>\n4<image>"}]
+    example = Example(
+        uid="row 4", prompt_ids=[4], prompt="4", data_source="s", ground_truth=4, messages=asked, image_refs=image_refs
+    )
+    rollouter.collect([example], num_completions=2, temperature=1.0, seed=8, stream="step 2")
+    first, second = rewards.jobs
+    assert (first.messages, first.images) == (asked, [b"\x07\x08", "a.png"])
+    assert all(one is same for one, same in zip(first.images, second.images, strict=True))
 
 
 def test_f37_a_logprob_that_is_no_number_is_named_whatever_engine_gave_it(fake_group):
