@@ -218,6 +218,12 @@ class Vision:
             return "counts the places of an image's tokens in another way; use a model of the same family"
         return None
 
+    def require_places(self) -> None:
+        """Raises ModelError: the chat template writes no image, or the tokenizer has no token for a mark of one. It
+        would otherwise be raised for the first row that has an image."""
+        _ = self.image_form
+        self._placed_sample()
+
     def _placed_sample(self) -> tuple[Tensor, Tensor]:
         """The tokens of an image between words, and their positions."""
         from PIL import Image
@@ -261,6 +267,9 @@ class WordsAlone(Vision):
     def difference(self, other: Vision | None) -> str | None:
         """None: there are no images to show."""
         return None
+
+    def require_places(self) -> None:
+        """Requires none."""
 
     def take(
         self, messages: Any, row: Row, images_column: str, *, num_context: int | None = None

@@ -55,7 +55,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
     output_dir = Path(config.eval.output_dir)
     with (
         writer_lock(output_dir, key="eval.output_dir"),  # before anything is computed
-        make_rewards(config.reward, build_reward_engines(config.reward, group, model.vision)) as rewards,
+        make_rewards(config.reward, build_reward_engines(config.reward, group, model.vision, rows)) as rewards,
         Rollouter(
             group,
             model.tokenizer,

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import DataError, ModelReward, RewardConfig
+from shardwise.config import DataError, ModelError, ModelReward, RewardConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Row, UnusableProcessor, Vision, WordsAlone, render_response_sample
 from shardwise.data.rows import make_sample, unshown_ids
@@ -14,7 +14,7 @@ from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
 from shardwise.recipes.opened_model import open_model
 from shardwise.rewards import Answer, RewardJob
-from shardwise.types import ImageRef, Sample
+from shardwise.types import Example, ImageRef, Sample
 
 _COLUMN = "images"
 """Where the images of a job are, in the row that it becomes."""
@@ -105,17 +105,25 @@ class ModelScorer:
 
 
 def build_reward_engines(
-    config: RewardConfig, group: WorkerGroup, shown_by: Vision | None = None
+    config: RewardConfig,
+    group: WorkerGroup,
+    shown_by: Vision | None = None,
+    examples: Sequence[Example] = (),
 ) -> dict[str, ModelScorer]:
     """Builds the reward models of a run. Returns entry name -> scorer.
 
     Args:
         shown_by: how the policy is shown images.
+        examples: what is answered.
+    Raises:
+        ModelError: a model cannot be used, or places no image, and an example has one.
     """
-    scorers = {}
+    scorers, have_images = {}, any(example.image_refs for example in examples)
     for entry in config.functions:
         if isinstance(entry, ModelReward):
             model = open_model(entry.classifier)
+            if have_images and model.vision is not None:
+                _require_places(model.vision, entry.name)
             source = EngineSource(
                 model=model.config,
                 layout=entry.engine,
@@ -131,6 +139,13 @@ def build_reward_engines(
                 shown_by=shown_by,
             )
     return scorers
+
+
+def _require_places(vision: Vision, name: str) -> None:
+    try:
+        vision.require_places()
+    except ModelError as error:
+        raise ModelError(f"reward.functions ({name}): there are images, of which it places none: {error}") from None
 
 
 def _in_words(message: dict[str, Any], image_text: str) -> dict[str, Any]:

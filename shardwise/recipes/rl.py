@@ -164,7 +164,10 @@ def _built(config: RLConfig, ranks: Ranks, inputs: _Inputs) -> Iterator[_Parts]:
     engines = build_engines(config, model, ranks.trainers, total_steps, inputs.companions)
     ranks.build_rollout(model.config, config.model_copy(update={"rollout": inputs.rollout}))
     learner = Learner(engines, config)
-    reward_models = {} if config.reward is None else build_reward_engines(config.reward, ranks.trainers, model.vision)
+    reward_models = {}
+    if config.reward is not None:
+        judged = [*examples.rows, *inputs.held_out]
+        reward_models = build_reward_engines(config.reward, ranks.trainers, model.vision, judged)
     sync_gate = _sync_gate(config, ranks)
     with (
         nullcontext() if config.reward is None else make_rewards(config.reward, reward_models) as rewards,

@@ -15,6 +15,7 @@ from shardwise.config import (
     EngineConfig,
     FrozenEngineConfig,
     ModelConfig,
+    ModelError,
     OptimizerConfig,
     PromptDataConfig,
     RewardConfig,
@@ -281,6 +282,42 @@ def test_a_run_is_rewarded_by_a_model_that_sees_the_images_of_its_prompts(
         place = int(line["uid"].removeprefix("prompts.jsonl line ")) - 1
         expected = scores_of_transformers(folder, tmp_path, pictures, [line["completion"]] * 3)[place]
         assert line["reward"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_reward_model_that_places_no_image_stops_a_run_that_has_images_before_anything_is_sampled(
+    group_of_one, pictures, tmp_path, is_silent
+):
+    """A run on words goes on. The tokenizer of this InternVL does not name its marks, or its template writes none."""
+    vision_folder("qwen3_vl", tmp_path / "policy")
+    folder = reward_folder("internvl", tmp_path, seed=1)
+    reason = "the tokenizer does not say what its start_image_token is"
+    if is_silent:
+        name_tile_marks(folder)
+        template, reason = folder / "chat_template.jinja", "the chat template of .* writes '' for an image"
+        template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    words = tmp_path / "words.jsonl"
+    words.write_text(json.dumps({"prompt": "2+3=", "answer": "5"}))
+
+    def run(files):
+        tree = {
+            "model": {"path": str(tmp_path / "policy")},
+            "data": {"train_files": files, "max_prompt_tokens": 64, "ground_truth_column": "answer"},
+            "reward": entries_of(folder).model_dump(mode="json"),
+            "rollout": {"num_prompts": 1, "group_size": 2, "max_response_tokens": 5, "probe_every_syncs": 0},
+            "trainer": {"total_steps": 1, "output_dir": str(tmp_path / Path(files).stem)},
+        }
+        train(RLConfig.parse(tree, origin="test"), group_of_one)
+
+    with pytest.raises(
+        ModelError, match=rf"^reward\.functions \(sees\): there are images, of which it places none: .*{reason}"
+    ):
+        run(pictures)
+    assert not (tmp_path / "prompts").exists()
+    group_of_one.call("close")
+    run(str(words))
+    (line, _) = (tmp_path / "words" / "samples.jsonl").read_text().splitlines()
+    assert json.loads(line)["reward_failure"] is None
 
 
 def test_a_reward_model_of_words_reads_what_the_policys_template_writes_for_an_image(
