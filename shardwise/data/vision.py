@@ -208,9 +208,13 @@ class Vision:
             return f"is shown none: {other.reason}"
         if found := self._reader.difference(other._reader):
             return found
+        try:  # words alone are read without what is missing
+            own = self._placed_sample()
+        except (DataError, ModelError) as error:
+            return f"is shown none, for the model whose tokens it reads places none: {error}"
         try:
-            own, others = self._placed_sample(), other._placed_sample()
-        except (DataError, ModelError) as error:  # words alone are read without what is missing
+            others = other._placed_sample()
+        except (DataError, ModelError) as error:
             return f"is shown none: {error}"
         if not torch.equal(own[0], others[0]):
             return "writes other tokens for an image; use a model of the same family"

@@ -8,7 +8,7 @@ from shardwise.controller.base import WorkerGroup
 from shardwise.data import supervised_samples
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
-from shardwise.recipes.opened_model import open_companion, open_model, seen_alike
+from shardwise.recipes.opened_model import open_companion, open_model, shared_vision
 from shardwise.recipes.rows import open_rows, train_on_rows, writer_source
 from shardwise.recipes.run import Run, is_finished
 from shardwise.types import Metrics, MetricValue, Sample
@@ -19,7 +19,7 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
     model, trainer = open_model(config.model), config.trainer
     said, num_tokens = longest_sequence(config)
     teacher_model = open_companion(config.teacher.model, model, said=said, num_tokens=num_tokens)
-    read = partial(supervised_samples, vision=seen_alike(model.vision, {"teacher.model": teacher_model}))
+    read = partial(supervised_samples, vision=shared_vision(model.vision, {"teacher.model": teacher_model}))
     rows = open_rows(read, config.data, trainer, model, companions=[teacher_model])
     if is_finished("distill", config, total_steps=rows.total_steps):
         return

@@ -127,7 +127,7 @@ def open_companion(config: ModelConfig, main: OpenedModel, *, said: str, num_tok
     return opened
 
 
-def seen_alike(vision: Vision | None, companions: Mapping[str, OpenedModel]) -> Vision | None:
+def shared_vision(vision: Vision | None, companions: Mapping[str, OpenedModel]) -> Vision | None:
     """Returns how rows show images to a model and to others that work on its tokens: as `vision` does if it shows all
     of them the same, else in no way, with the reason in the error for a row that has one.
 

@@ -20,7 +20,7 @@ from shardwise.engine import named_failures
 from shardwise.observability import Spans
 from shardwise.recipes.evaluate import greedy_accuracy
 from shardwise.recipes.learner import Learner
-from shardwise.recipes.opened_model import OpenedModel, open_model, seen_alike
+from shardwise.recipes.opened_model import OpenedModel, open_model, shared_vision
 from shardwise.recipes.placement import Ranks
 from shardwise.recipes.reward_engines import build_reward_engines
 from shardwise.recipes.rl_models import Companions, build_engines, open_companions, without_media
@@ -255,7 +255,7 @@ def _read_data(config: RLConfig, model: OpenedModel, companions: Companions) -> 
         data,
         tokenizer=model.tokenizer,
         tools=tools,
-        vision=seen_alike(model.vision_in(config.rollout), companions.by_key),
+        vision=shared_vision(model.vision_in(config.rollout), companions.by_key),
         media_token_ids=companions.media_token_ids.union(model.media_token_ids),
         is_judged=config.reward is not None,
     )

@@ -770,6 +770,19 @@ def test_another_model_is_shown_the_same_or_it_is_said_why_not(family, name, key
         assert torch.equal(*pixels)
 
 
+def test_what_this_model_itself_lacks_is_not_said_of_the_other(tmp_path):
+    vision_folder("mistral3", tmp_path / "whole")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
+    keys = {"image_break_token": "<none>"}
+    lacking = edited(tmp_path / "whole", tmp_path / "lacking", "processor_config.json", **keys)
+    whole, own = (Vision.load(folder, tokenizer) for folder in (tmp_path / "whole", lacking))
+    missing = f"{lacking}: the tokenizer has no token '<none>'"
+    assert own.difference(whole).startswith(
+        f"is shown none, for the model whose tokens it reads places none: {missing}"
+    )
+    assert whole.difference(own).startswith(f"is shown none: {missing}")
+
+
 def test_another_model_that_counts_positions_in_another_way_is_known(vision, tokenizer, model):
     def shifted(*given, **sizes):
         positions, delta = model.model.get_rope_index(*given, **sizes)
