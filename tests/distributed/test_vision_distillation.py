@@ -54,7 +54,7 @@ def samples(folders, tmp_path_factory):
         Image.effect_noise(size, 90).convert("RGB").save(place / f"{number}.png")
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     model = open_model(student)
-    vision = shared_vision(model.vision, {"teacher.model": open_companion(teacher, model, keys="", num_tokens=1)})
+    vision = shared_vision(model.vision, {"teacher.model": open_companion(teacher, model, said="", num_tokens=1)})
     assert vision is model.vision
     files = [str(place / "rows.jsonl")]
     return supervised_samples(SupervisedDataConfig(), files, model.tokenizer, max_rows=None, vision=vision).rows
