@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shardwise.config import DataError, ModelError
-from shardwise.console import warn
 from shardwise.data.images import ImageReader
 from shardwise.data.messages import Message
 from shardwise.data.placeholders import Placeholder, placeholder_of
@@ -57,7 +56,7 @@ class Vision:
     @classmethod
     def load(cls, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> "Vision | None":
         """Reads it from a model folder; None if the model sees no images or the folder does not say how to prepare any.
-        Where the image processor cannot be used, that is said, and the model learns from words alone."""
+        Where the image processor cannot be used, the model learns from words alone."""
         from transformers import AutoModelForImageTextToText
 
         from shardwise.model_config import blaming_config, read_model_config
@@ -75,7 +74,6 @@ class Vision:
         try:
             reader = ImageReader.load(folder)
         except ModelError as error:
-            warn(f"{error}; until then rows with images are refused")
             return UnusableProcessor(str(error))
         if reader is None:
             return None

@@ -38,6 +38,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
     model = open_model(config.model)
     with reading(model.folder):
         model.context.require(*longest_sequence(config))
+        model.warn_of_refused_images()
         require_tool_tags(config.rollout.environment, model.tokenizer)
         if config.data.apply_chat_template:
             model.warn_of_endless_turns(config.rollout)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import ConfigError, EmbeddedRollout, ModelConfig, ModelError, SamplingConfig, SglangRollout
 from shardwise.console import warn
-from shardwise.data import Vision, WordsAlone, check_vocabulary, load_tokenizer
+from shardwise.data import UnusableProcessor, Vision, WordsAlone, check_vocabulary, load_tokenizer
 from shardwise.data.chat import turn_end_id
 from shardwise.engine import resolve_folder
 from shardwise.families import rotary_limit
@@ -82,6 +82,11 @@ class OpenedModel:
         return WordsAlone(
             f"rollout.engine=vllm is not given images of the family {family}; use rollout.engine=embedded"
         )
+
+    def warn_of_refused_images(self) -> None:
+        """Warns if the image processor cannot be used, before rows are read."""
+        if isinstance(self.vision, UnusableProcessor):
+            warn(f"{self.vision.reason}; until then rows with images are refused")
 
     def warn_of_endless_turns(self, rollout: SamplingConfig) -> None:
         """Warns if the token that ends turns in the chat template does not end completions."""

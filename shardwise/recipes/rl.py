@@ -136,6 +136,8 @@ def _open(config: RLConfig) -> _Inputs:
     if config.data.apply_chat_template:
         model.warn_of_endless_turns(config.rollout)
     companions = open_companions(config, model)
+    for one in (model, *companions.by_key.values()):
+        one.warn_of_refused_images()
     rollout = without_media(config.rollout, model, companions)
     examples, held_out = _read_data(config, model, companions)
     warn_of_unseen_tools(config.rollout.environment, model.tokenizer, config.data.system_prompt)

@@ -64,6 +64,8 @@ def open_rows(
         DataError: a file or row that cannot be used. ConfigError: sequences longer than the model's context.
     """
     model.context.require("data.max_sequence_tokens", data.max_sequence_tokens)
+    for one in (model, *companions):
+        one.warn_of_refused_images()
     media_token_ids = {token_id for one in (model, *companions) for token_id in one.media_token_ids}
     read_files = partial(read, data, tokenizer=model.tokenizer, media_token_ids=media_token_ids)
     found = read_files(data.train_files, max_rows=data.max_train_rows)

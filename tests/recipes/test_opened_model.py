@@ -187,6 +187,19 @@ def test_words_alone_are_learnt_from_as_before_where_the_image_processor_cannot_
         learn("model", seen)
 
 
+def test_a_command_that_reads_no_rows_says_nothing_of_those_with_images(tmp_path, capsys):
+    """Only where rows are read would any be refused: an export or a prompt of words has none."""
+    vision_folder("qwen3_vl", tmp_path / "model")
+    (tmp_path / "model" / "preprocessor_config.json").write_text("{")
+    capsys.readouterr()
+    opened = open_folder(tmp_path / "model")
+    assert capsys.readouterr().err == ""
+    opened.warn_of_refused_images()
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {tmp_path / 'model' / 'preprocessor_config.json'}")
+    assert warning.endswith("; until then rows with images are refused")
+
+
 def test_spare_rows_of_the_embedding_are_fine(folder):
     edit(folder / "config.json", vocab_size=320)
     assert len(open_folder(folder).tokenizer) == 261
