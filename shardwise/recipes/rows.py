@@ -63,7 +63,7 @@ def open_rows(
     Raises:
         DataError: a file or row that cannot be used. ConfigError: sequences longer than the model's context.
     """
-    model.context.require("data.max_sequence_tokens", data.max_sequence_tokens)
+    model.context.require(f"data.max_sequence_tokens={data.max_sequence_tokens}", data.max_sequence_tokens)
     for one in (model, *companions):
         one.warn_of_refused_images()
     media_token_ids = {token_id for one in (model, *companions) for token_id in one.media_token_ids}

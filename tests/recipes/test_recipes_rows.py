@@ -75,7 +75,7 @@ def test_rows_may_not_spell_what_stands_for_images_to_one_of_the_models(
 
 def test_sequences_longer_than_the_context_are_refused_before_a_file_is_read(model):
     settings = data(SupervisedDataConfig, "nowhere.jsonl", max_sequence_tokens=97)
-    with pytest.raises(ConfigError, match=r"data\.max_sequence_tokens = 97 tokens, more than the 96"):
+    with pytest.raises(ConfigError, match=r"data\.max_sequence_tokens=97 tokens, more than the 96"):
         open_rows(supervised_samples, settings, trainer(), model)
 
 
