@@ -14,6 +14,7 @@ from vision_samples import reference_logits, vision_families
 
 from shardwise.config import DistillationConfig, EngineConfig, ModelConfig, SupervisedDataConfig
 from shardwise.data import pack, supervised_samples, unpack
+from shardwise.recipes.losses import LossSource
 from shardwise.recipes.opened_model import open_companion, open_model, shared_vision
 
 COEF, TEMPERATURE = 0.3, 1.7
@@ -69,7 +70,7 @@ def step(folder, teacher, samples, layout):
     build(teacher, role="teacher", engine=engine.frozen(), worker=worker)
     worker.check_teacher("policy", "teacher")
     config = DistillationConfig(temperature=TEMPERATURE, cross_entropy_coef=COEF)
-    worker.use_loss("policy", "distillation", config.model_dump_json(), {})
+    worker.use_loss("policy", LossSource.of("distillation", config).model_dump_json())
     packed = pack(samples, num_shards=num_shards, max_tokens=64)
     batches, shards = packed.shards[place], [None] * dist.get_world_size()
     dist.all_gather_object(shards, worker.divergence(batches, "policy", "teacher"))

@@ -19,6 +19,7 @@ from shardwise.data.images import ImageReader
 from shardwise.data.synthetic import train_tokenizer
 from shardwise.recipes.bundles import Bundle, MicroBatchRecord, _batch, _named_tensors
 from shardwise.recipes.engine_source import EngineSource
+from shardwise.recipes.losses import LossSource
 from shardwise.recipes.rank.worker import Worker
 from shardwise.recipes.replay import replay
 from shardwise.recipes.sampling.samples import to_samples
@@ -132,7 +133,7 @@ def skipped(folder: str, step, bundle: str, weight: str, engine, teacher: str = 
     worker = build(folder, engine=EngineConfig(**engine))
     if teacher:
         build(folder, role=teacher, engine=EngineConfig(**engine).frozen(), worker=worker)
-        worker.use_loss("policy", "distillation", DistillationConfig().model_dump_json(), {})
+        worker.use_loss("policy", LossSource.of("distillation", DistillationConfig()).model_dump_json())
     parameters_of(worker)[weight].data.to_local().view(-1)[0] = torch.nan
     shard = dist.get_rank() // engine.get("ulysses_size", 1)
     worker.train(step.shards[shard], step.denominators, "policy", teacher, bundle)
