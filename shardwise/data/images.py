@@ -209,17 +209,17 @@ class UnusableReader(ImageReader):
         raise DataError(f"{image_refs[0].name}: {self._reason}")
 
 
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
-_TRANSPARENT = {"La": "LA", "PA": "RGBA", "RGBa": "RGBA"}
-"""Those with transparency that PNG does not have, and what keeps it."""
-
-
 def file_of(image_ref: ImageRef) -> str | bytes:
     """The path of an image, or the bytes of its file."""
     if image_ref.data is not None:
         return image_ref.data.numpy().tobytes()
     assert image_ref.path is not None
     return image_ref.path
+
+
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+_TRANSPARENT = {"La": "LA", "PA": "RGBA", "RGBa": "RGBA"}
+"""Those with transparency that PNG does not have, and what keeps it."""
 
 
 def _stored(image: "Image", name: str) -> bytes:

@@ -118,7 +118,8 @@ def build_reward_engines(
     Raises:
         ModelError: a model cannot be used, or places no image, and an example has one.
     """
-    scorers, have_images = {}, any(example.image_refs for example in examples)
+    scorers = {}
+    have_images = any(example.image_refs for example in examples)
     for entry in config.functions:
         if isinstance(entry, ModelReward):
             model = open_model(entry.classifier)
