@@ -63,7 +63,8 @@ def converse(
         if wanted is None:
             room = DEFAULT_TOKENS if model.context.num_tokens is None else model.context.num_tokens - len(prompt_ids)
             wanted, asked = max(1, min(DEFAULT_TOKENS, room)), "the one token of a completion"
-        model.context.require(f"the prompt's {len(prompt_ids)} tokens + {asked}", len(prompt_ids) + wanted)
+        num_tokens = len(prompt_ids) + wanted
+        model.context.require(f"the prompt's {len(prompt_ids)} tokens + {asked} = {num_tokens}", num_tokens)
         request = GenerateRequest(
             uid=prompt,
             prompt_ids=prompt_ids,

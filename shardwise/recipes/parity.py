@@ -132,7 +132,7 @@ def parity(
         for text in prompts or DEFAULT_PROMPTS
     ]
     num_tokens = max(map(len, rendered)) + max_tokens + (engine == "vllm")  # it samples one after those it scores
-    model.context.require("the prompt + --max-tokens", num_tokens)
+    model.context.require(f"the prompt + --max-tokens = {num_tokens}", num_tokens)
     generation = SamplingConfig(
         engine=EmbeddedRollout() if engine == "embedded" else _traceable_vllm(model, num_tokens),
         max_concurrent_sequences=1,
