@@ -1,7 +1,7 @@
 """What the configs of several commands share: keys, models beside the trained one, and what they are held to."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
@@ -24,12 +24,14 @@ from shardwise.config.trainer import TrainerConfig
 class CommandConfig(Config):
     """The config of a command that runs on ranks."""
 
+    command: ClassVar[str]
+    """What it is called on the command line."""
+
     @classmethod
     def commands(cls) -> Mapping[str, type[Config]]:
         """See Config."""
-        from shardwise.config.recipes import RECIPES  # its classes are made of what is here
-
-        return RECIPES
+        kinds = (RowsCommandConfig, SamplingCommandConfig)
+        return {one.command: one for kind in kinds for one in kind.__subclasses__()}
 
     @field_validator("reference", "critic", "teacher", "teachers", mode="before", check_fields=False)
     @classmethod

@@ -1,7 +1,7 @@
 """One config class per command, whose tree is exactly the YAML of the command; that of `rl` has a file of its own."""
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -41,6 +41,7 @@ from shardwise.config.trainer import BatchTrainerConfig, require_optimizer_fits,
 class SFTConfig(RowsCommandConfig):
     """`shardwise sft`: supervised fine-tuning."""
 
+    command: ClassVar[str] = "sft"
     model: ModelConfig
     data: SupervisedDataConfig = SupervisedDataConfig.defaults()
     engine: EngineConfig = EngineConfig.defaults()
@@ -58,6 +59,7 @@ class SFTConfig(RowsCommandConfig):
 class PreferenceConfig(RowsCommandConfig):
     """`shardwise preference`: DPO, IPO, SimPO and ORPO on pairs of answers, KTO on labelled ones."""
 
+    command: ClassVar[str] = "preference"
     model: ModelConfig
     data: PreferenceDataConfig = PreferenceDataConfig.defaults()
     engine: EngineConfig = EngineConfig.defaults()
@@ -139,6 +141,7 @@ class PreferenceConfig(RowsCommandConfig):
 class DistillConfig(RowsCommandConfig):
     """`shardwise distill`: a student learns a teacher's distributions over the whole vocabulary, on given answers."""
 
+    command: ClassVar[str] = "distill"
     model: ModelConfig
     data: SupervisedDataConfig = SupervisedDataConfig.defaults()
     engine: EngineConfig = EngineConfig.defaults()
@@ -158,6 +161,7 @@ class DistillConfig(RowsCommandConfig):
 class RewardModelConfig(RowsCommandConfig):
     """`shardwise reward-model`: a model that scores answers, from pairs of them."""
 
+    command: ClassVar[str] = "reward-model"
     model: ModelConfig
     """A saved reward model, or a causal language model, which gets a score head (drawn from one seed, the same in every
     run and layout)."""
@@ -195,6 +199,7 @@ class EvalSettings(Config):
 class EvalConfig(SamplingCommandConfig):
     """`shardwise eval`: accuracy of a model on the validation files, per data source."""
 
+    command: ClassVar[str] = "eval"
     model: ModelConfig
     data: EvalDataConfig = EvalDataConfig.defaults()
     engine: ComputeConfig = ComputeConfig.defaults()
@@ -222,14 +227,7 @@ TrainingConfig = SFTConfig | PreferenceConfig | RewardModelConfig | DistillConfi
 """The config of a command that trains."""
 RecipeConfig = TrainingConfig | EvalConfig
 """The config of a command that runs on ranks."""
-RECIPES: dict[str, type[RecipeConfig]] = {
-    "sft": SFTConfig,
-    "preference": PreferenceConfig,
-    "reward-model": RewardModelConfig,
-    "distill": DistillConfig,
-    "rl": RLConfig,
-    "eval": EvalConfig,
-}
+RECIPES: dict[str, type[RecipeConfig]] = {cls.command: cls for cls in get_args(RecipeConfig)}
 """Name of a command -> its config class."""
 
 

@@ -1,6 +1,6 @@
 """The config of `shardwise rl`, and which of its parts fit together."""
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -68,6 +68,7 @@ class SourceTeacherConfig(TeacherConfig):
 class RLConfig(SamplingCommandConfig):
     """`shardwise rl`: reinforcement learning with verifiable rewards."""
 
+    command: ClassVar[str] = "rl"
     model: ModelConfig
     data: PromptDataConfig = PromptDataConfig.defaults()
     engine: EngineConfig = EngineConfig.defaults()

@@ -21,7 +21,7 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
     teacher_model = open_companion(config.teacher.model, model, said=said, num_tokens=num_tokens)
     read = partial(supervised_samples, vision=shared_vision(model.vision, {"teacher.model": teacher_model}))
     rows = open_rows(read, config.data, trainer, model, companions=[teacher_model])
-    if is_finished("distill", config, total_steps=rows.total_steps):
+    if is_finished(config, total_steps=rows.total_steps):
         return
     source = EngineSource(model=teacher_model.config, layout=config.teacher.layout(config.engine))
     teacher = build_engine(group, "teacher", source)
@@ -35,7 +35,6 @@ def train(config: DistillConfig, group: WorkerGroup) -> None:
     group.call("check_teacher", student.role, teacher.role)
     student.use_loss("distillation", config.distillation)
     with Run(
-        "distill",
         config,
         parts={"rows": rows},
         engines={"": student},

@@ -29,7 +29,7 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
             f"data.validation_files leave one row, and loss={config.loss.name} estimates its KL divergence from "
             "prompts with the answers to others; give at least 2"
         )
-    if is_finished("preference", config, total_steps=rows.total_steps):
+    if is_finished(config, total_steps=rows.total_steps):
         return
     policy = build_engine(
         group,
@@ -46,7 +46,6 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
     )
     policy.use_loss("preference", config.loss, kl=0.0)
     with Run(
-        "preference",
         config,
         parts={"rows": rows},
         engines={"": policy},

@@ -23,7 +23,7 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
     model, trainer = open_model(config.model), config.trainer
     read = partial(preference_pairs, vision=model.vision)
     rows = open_rows(read, config.data, trainer, model, samples_per_row=2)
-    if is_finished("reward-model", config, total_steps=rows.total_steps):
+    if is_finished(config, total_steps=rows.total_steps):
         return
     scorer = build_engine(
         group,
@@ -39,7 +39,7 @@ def train(config: RewardModelConfig, group: WorkerGroup) -> None:
         total_steps=rows.total_steps,
     )
     scorer.use_loss("reward_model", config.loss)
-    with Run("reward-model", config, parts={"rows": rows}, engines={"": scorer}, total_steps=rows.total_steps) as run:
+    with Run(config, parts={"rows": rows}, engines={"": scorer}, total_steps=rows.total_steps) as run:
         train_on_rows(
             run, rows, step=partial(scorer.train, keep_together=2), validate=partial(validate, scorer, config=config)
         )

@@ -81,7 +81,7 @@ def train(config: RLConfig, group: WorkerGroup) -> None:
         group: every rank; the last ones only sample where rollout.placement=split.
     """
     ranks, inputs = Ranks.of(group, config), _open(config)
-    if is_finished("rl", config, total_steps=inputs.total_steps):
+    if is_finished(config, total_steps=inputs.total_steps):
         return
     with _built(config, ranks, inputs) as parts:
         run, pipeline = parts.run, parts.pipeline
@@ -190,7 +190,6 @@ def _built(config: RLConfig, ranks: Ranks, inputs: _Inputs) -> Iterator[_Parts]:
             sync_gate=sync_gate,
         ) as pipeline,
         Run(
-            "rl",
             config,
             parts={"learner": learner, "pipeline": pipeline},
             engines=engines.saved,

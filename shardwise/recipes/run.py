@@ -43,7 +43,7 @@ class Stateful(Protocol):
         ...
 
 
-def is_finished(title: str, config: TrainingConfig, *, total_steps: int) -> bool:
+def is_finished(config: TrainingConfig, *, total_steps: int) -> bool:
     """Returns whether a run that is resumed has no step left, and tells so. It need not be built then, and its folder,
     where another process may be at work, stays as it is.
 
@@ -60,7 +60,7 @@ def is_finished(title: str, config: TrainingConfig, *, total_steps: int) -> bool
     )
     if not start.in_place:
         raise ConfigError(f"trainer.resume={config.trainer.resume} leaves nothing to do: {how}")
-    print(f"{title}: nothing to do: {how}", flush=True)
+    print(f"{config.command}: nothing to do: {how}", flush=True)
     return True
 
 
@@ -74,7 +74,6 @@ class Run:
 
     def __init__(
         self,
-        title: str,
         config: TrainingConfig,
         *,
         engines: Mapping[str, RemoteEngine],
@@ -95,7 +94,6 @@ class Run:
         self._parts = parts
         self._trainer = config.trainer
         self._total_steps = total_steps
-        self._title = title
         self._config = config
         self._files = fingerprints(config)
         self._start = find_start(config, files=self._files)
@@ -162,7 +160,10 @@ class Run:
             self._log_files += log.files
             self._announce()
             progress = Progress(
-                self._title, self._total_steps, start_step=self.first_step - 1, doing=lambda: self.spans.current
+                self._config.command,
+                self._total_steps,
+                start_step=self.first_step - 1,
+                doing=lambda: self.spans.current,
             )
             self._progress = stack.enter_context(progress)
             stack.enter_context(self._stopping)
@@ -186,7 +187,7 @@ class Run:
 
     def _tell_newest(self) -> None:
         if (saved := self._saver.newest) is not None and saved.folder.is_dir():
-            print(f"{self._title}: saved {saved.folder}", flush=True)
+            print(f"{self._config.command}: saved {saved.folder}", flush=True)
 
     def steps(self) -> Iterator[int]:
         """Yields the steps to do, up to total_steps; saves a checkpoint where the config asks for one, after the last
@@ -331,7 +332,7 @@ class Run:
         ranks, steps = counted(self._group.size, "rank"), counted(self._total_steps, "step")
         if isinstance(self._config, RLConfig) and (split := self._config.rollout.split) is not None:
             ranks += f" and {counted(split.num_ranks, 'sampling rank')}"
-        print(f"{self._title}: {model.size} on {ranks}, {steps}, into {self.output_dir}", flush=True)
+        print(f"{self._config.command}: {model.size} on {ranks}, {steps}, into {self.output_dir}", flush=True)
         if self._start is not None:
             for damage in self._start.damage:
                 warn(f"{damage}; that checkpoint is passed over, and kept with a number behind its name (step_N.1)")
@@ -343,7 +344,7 @@ class Run:
             if not Manifest.read(self._start.checkpoint).all_finite:
                 doubt = "was not looked through for NaN and infinities when it was written"
                 warn(f"{self._start.checkpoint} {doubt}")
-            print(f"{self._title}: resumes from {self._start.checkpoint}", flush=True)
+            print(f"{self._config.command}: resumes from {self._start.checkpoint}", flush=True)
 
     def _save(self, step: int) -> None:
         with self.spans("save"):

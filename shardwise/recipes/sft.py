@@ -17,7 +17,7 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
     """Runs the whole recipe. One step is one optimizer step on `trainer.batch_size` sequences."""
     model = open_model(config.model)
     rows = open_rows(partial(supervised_samples, vision=model.vision), config.data, config.trainer, model)
-    if is_finished("sft", config, total_steps=rows.total_steps):
+    if is_finished(config, total_steps=rows.total_steps):
         return
     policy = build_engine(
         group,
@@ -26,7 +26,7 @@ def train(config: SFTConfig, group: WorkerGroup) -> None:
         optimizer=config.trainer.optimizer_config(),
         total_steps=rows.total_steps,
     )
-    with Run("sft", config, parts={"rows": rows}, engines={"": policy}, total_steps=rows.total_steps) as run:
+    with Run(config, parts={"rows": rows}, engines={"": policy}, total_steps=rows.total_steps) as run:
         train_on_rows(run, rows, step=policy.train, validate=partial(validate, policy))
 
 

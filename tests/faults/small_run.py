@@ -82,7 +82,7 @@ def run_steps(output_dir, model, at_step: Callable[[int, Worker, Run], None] | N
         position = Position()
         with (
             redirect_stderr(said),
-            Run("sft", config, parts={"position": position}, engines={"": engine}, total_steps=total_steps) as run,
+            Run(config, parts={"position": position}, engines={"": engine}, total_steps=total_steps) as run,
         ):
             assert position.step == run.first_step - 1
             for step in run.steps():

@@ -65,7 +65,7 @@ def run_of(fake_group, remote):
         group = group or group_of(fake_group)
         engines = {"" if role == "policy" else role: remote(group, role) for role in roles}
         parts = {"counter": counter or Counter()}
-        return Run("sft", whole, parts=parts, engines=engines, frozen=frozen, total_steps=total_steps)
+        return Run(whole, parts=parts, engines=engines, frozen=frozen, total_steps=total_steps)
 
     return make
 
@@ -153,7 +153,7 @@ def test_ranks_that_only_sample_are_told_apart(tmp_path, fake_group, remote, cap
     }
     whole = RLConfig.parse(tree, origin="test")
     group = fake_group(2, sees=lambda *_: None)
-    with Run("rl", whole, parts={}, engines={"": remote(group)}, total_steps=5):
+    with Run(whole, parts={}, engines={"": remote(group)}, total_steps=5):
         pass
     assert capsys.readouterr().out.startswith(f"rl: 7.0M parameters (0.50M trained) on 2 ranks and {said}, 5 steps, ")
 
@@ -366,7 +366,7 @@ def test_a_metric_of_keep_best_that_is_never_reported_ends_the_run_after_its_fir
 def test_a_run_is_finished_that_has_done_all_of_its_steps_and_says_so(tmp_path, run_of, capsys, total_steps, finished):
     run_to(run_of(tmp_path), 5)
     capsys.readouterr()
-    assert is_finished("sft", config(tmp_path), total_steps=total_steps) is finished
+    assert is_finished(config(tmp_path), total_steps=total_steps) is finished
     told = (
         f"sft: nothing to do: {tmp_path / 'checkpoints' / 'step_5'} has done 5 steps, and the run is of {total_steps}; "
         "a larger trainer.total_steps continues it, trainer.resume=never starts anew and moves it aside\n"
@@ -375,16 +375,16 @@ def test_a_run_is_finished_that_has_done_all_of_its_steps_and_says_so(tmp_path, 
 
 
 def test_what_begins_is_not_finished(tmp_path, run_of, capsys):
-    assert not is_finished("sft", config(tmp_path), total_steps=5)
+    assert not is_finished(config(tmp_path), total_steps=5)
     run_to(run_of(tmp_path), 5)
-    assert not is_finished("sft", config(tmp_path, resume="never"), total_steps=5)
+    assert not is_finished(config(tmp_path, resume="never"), total_steps=5)
     assert "nothing to do" not in capsys.readouterr().out
 
 
 def test_a_finished_run_that_is_named_for_another_folder_leaves_nothing_to_do(tmp_path, run_of):
     run_to(run_of(tmp_path / "a"), 5)
     with pytest.raises(ConfigError, match=r"trainer.resume=.*a leaves nothing to do: .*step_5 has done 5 steps"):
-        is_finished("sft", config(tmp_path / "b", resume=str(tmp_path / "a")), total_steps=5)
+        is_finished(config(tmp_path / "b", resume=str(tmp_path / "a")), total_steps=5)
 
 
 PAIR = {"prompt": "2+3=", "chosen": "5", "rejected": "6"}
