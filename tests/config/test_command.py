@@ -1,5 +1,5 @@
 import pytest
-from commands import DISTILL, EVAL, GAE, RL, SFT, message_of
+from commands import DISTILL, EVAL, GAE, RL, SFT, TRAINING, message_of
 
 from shardwise.config import DistillConfig, EvalConfig, PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
 
@@ -13,16 +13,7 @@ def test_training_without_train_files_is_refused(cls, overrides):
     )
 
 
-@pytest.mark.parametrize(
-    ("cls", "overrides"),
-    [
-        (SFTConfig, SFT),
-        (PreferenceConfig, SFT),
-        (RewardModelConfig, SFT),
-        (DistillConfig, [*SFT, "teacher.model.path=t"]),
-        (RLConfig, RL),
-    ],
-)
+@pytest.mark.parametrize(("cls", "overrides"), TRAINING)
 def test_the_best_checkpoint_by_held_out_rows_needs_some(cls, overrides):
     """With some, the last step is validated at least."""
     best = [*overrides, "trainer.keep_last=1", "trainer.keep_best={metric: val/loss, mode: min}"]

@@ -1,5 +1,5 @@
 import pytest
-from commands import BF16, EVAL, RL, SFT, message_of
+from commands import BF16, EVAL, SFT, TRAINING, message_of
 
 from shardwise.config import (
     ConfigError,
@@ -7,7 +7,6 @@ from shardwise.config import (
     EvalConfig,
     PreferenceConfig,
     RewardModelConfig,
-    RLConfig,
     SFTConfig,
 )
 
@@ -183,16 +182,7 @@ def test_a_reward_model_reads_margins():
     assert RewardModelConfig.parse(tree, origin="test").data.margin_column == "by"
 
 
-@pytest.mark.parametrize(
-    ("cls", "overrides"),
-    [
-        (SFTConfig, SFT),
-        (PreferenceConfig, SFT),
-        (RewardModelConfig, SFT),
-        (DistillConfig, [*SFT, "teacher.model.path=t"]),
-        (RLConfig, RL),
-    ],
-)
+@pytest.mark.parametrize(("cls", "overrides"), TRAINING)
 def test_an_optimizer_that_cannot_update_the_weights_is_refused_by_every_recipe(cls, overrides):
     assert cls.load(None, [*overrides, *BF16]).engine.master_dtype == "bfloat16"
     assert message_of(cls, [*overrides, *BF16, "trainer.optimizer=muon"]) == (
