@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shardwise.config import DataError, ModelError, in_one_line
-from shardwise.data.image_processors import ImageProcessor, image_processor_for, read_keys
+from shardwise.data.image_processors import ImageProcessor, image_processor_for
+from shardwise.data.image_tokens import ImageTokens
+from shardwise.data.processor_files import read_keys
 from shardwise.data.sources import describe_type, preview
-from shardwise.families import Tower, tower_of
+from shardwise.families import tower_of
 from shardwise.model_config import read_model_config
 from shardwise.types import ImageRef, Images
 
@@ -53,11 +55,8 @@ _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK"
 class ImageReader:
     """Prepares images as one model's own processor does."""
 
-    def __init__(self, processor: ImageProcessor, tower: Tower) -> None:
-        """`processor`: prepares pictures for `tower`."""
+    def __init__(self, processor: ImageProcessor[Any]) -> None:
         self._processor = processor
-        self.tower = tower
-        """What it prepares images for."""
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
@@ -92,7 +91,7 @@ class ImageReader:
             ) from None
         if not found.do_resize:
             raise ModelError(f"{path}: do_resize=false is not supported, for images come in all sizes; set it to true")
-        return cls(processor, tower)
+        return cls(processor)
 
     @classmethod
     def load_unless_unusable(cls, folder: Path) -> "ImageReader | None":
@@ -106,8 +105,9 @@ class ImageReader:
     def difference(self, other: "ImageReader") -> str | None:
         """Why what this prepares is not what `other` would, as the end of a sentence about its model; None if both make
         the same of every picture."""
-        if self.tower != other.tower:
-            return f"has another vision tower ({other.tower}, not {self.tower}); use a model of the same family"
+        tower, others_tower = self._processor.tower, other._processor.tower
+        if tower != others_tower:
+            return f"has another vision tower ({others_tower}, not {tower}); use a model of the same family"
         own, others = self._processor.settings, other._processor.settings
         for key in sorted(own.keys() | others.keys()):
             if own.get(key) != others.get(key):
@@ -170,6 +170,10 @@ class ImageReader:
             num_tokens=extent.num_tokens,
             size=extent.size,
         )
+
+    def placeholder(self, image_ref: ImageRef, tokens: ImageTokens) -> list[int]:
+        """See `ImageProcessor.placeholder`."""
+        return self._processor.placeholder(image_ref, tokens)
 
     def read(self, image_refs: Sequence[ImageRef]) -> Images:
         """At least one.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.config import ModelConfig, ModelError, in_one_line
-from shardwise.data.image_processors import read_keys
+from shardwise.data.processor_files import read_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shardwise.config import DataError, ModelError
+from shardwise.data.image_tokens import ImageTokens
 from shardwise.data.images import ImageReader
 from shardwise.data.messages import Message
-from shardwise.data.placeholders import Placeholder, placeholder_of
 from shardwise.data.sources import Row, get_cell, has_column, preview, without_nulls
 from shardwise.data.template_forms import IMAGE, ImageForm, Part, image_form, text_part
 from shardwise.families import finds_positions, vision_reason
@@ -37,20 +37,17 @@ class Vision:
         self,
         tokenizer: "PreTrainedTokenizerBase",
         reader: ImageReader,
-        image_token_id: int,
-        placeholder: Placeholder,
+        tokens: ImageTokens,
         rope_index: Callable[..., tuple[Tensor, Tensor]] | None,
     ) -> None:
         """
         Args:
-            image_token_id: stands for a part of an image, and for all of it where a chat template writes it.
-            placeholder: the tokens that stand for an image.
+            tokens: those that the model's processor writes.
             rope_index: the model's get_rope_index; None where the tokens of images are counted like words.
         """
         self._tokenizer = tokenizer
         self._reader = reader
-        self._image_token_id = image_token_id
-        self._placeholder = placeholder
+        self._tokens = tokens
         self._rope_index = rope_index
 
     @classmethod
@@ -77,9 +74,9 @@ class Vision:
             return UnusableProcessor(str(error))
         if reader is None:
             return None
-        placeholder = placeholder_of(folder, reader.tower, tokenizer, config.image_token_id)
+        tokens = ImageTokens(folder, tokenizer, config.image_token_id)
         rope_index = model.base_model.get_rope_index if finds_positions(model) else None
-        return cls(tokenizer, reader, config.image_token_id, placeholder, rope_index)
+        return cls(tokenizer, reader, tokens, rope_index)
 
     def take(
         self, messages: Any, row: Row, images_column: str, *, num_context: int | None = None
@@ -121,7 +118,7 @@ class Vision:
             DataError: a message writes the image token itself, or nothing stands between two images that
                 `position_ids` would then take for one.
         """
-        places = [place for place, token_id in enumerate(tokens) if token_id == self._image_token_id]
+        places = [place for place, token_id in enumerate(tokens) if token_id == self.image_token_id]
         if len(places) != len(image_refs):
             token = self._image_token
             advice = (
@@ -139,11 +136,11 @@ class Vision:
                     "tell apart then; set model.chat_template=FILE to a template that writes a mark around every "
                     "image, or put words between them"
                 )
-        placeholders = map(self._placeholder, image_refs)
+        placeholders = (self._reader.placeholder(image_ref, self._tokens) for image_ref in image_refs)
         expanded: list[int] = []
         mask: list[bool] = []
         for token_id, is_trained in zip(tokens, loss_mask, strict=True):
-            is_image = token_id == self._image_token_id
+            is_image = token_id == self.image_token_id
             inserted = next(placeholders) if is_image else [token_id]
             expanded += inserted
             mask += [is_trained and not is_image] * len(inserted)
@@ -151,7 +148,7 @@ class Vision:
 
     def within(self, tokens: list[int], image_refs: Sequence[ImageRef]) -> list[ImageRef]:
         """The images that are left of a sequence whose end was cut off behind words: those that stand before."""
-        num_tokens = tokens.count(self._image_token_id)
+        num_tokens = tokens.count(self.image_token_id)
         ends = accumulate(image_ref.num_tokens for image_ref in image_refs)
         return [image_ref for image_ref, end in zip(image_refs, ends, strict=True) if end <= num_tokens]
 
@@ -165,7 +162,7 @@ class Vision:
         all of them like words."""
         if self._rope_index is None:
             return None
-        kinds = (token_ids == self._image_token_id).int()
+        kinds = (token_ids == self.image_token_id).int()
         grids = torch.tensor([image_ref.size for image_ref in image_refs])
         positions, _ = self._rope_index(token_ids[None], kinds[None], image_grid_thw=grids)
         return positions[:, 0]
@@ -173,7 +170,7 @@ class Vision:
     @property
     def image_token_id(self) -> int:
         """What stands for a part of an image."""
-        return self._image_token_id
+        return self._tokens.image_id
 
     def open(self, cell: Any, folder: Path, name: str) -> ImageRef:
         """See `ImageReader.open`."""
@@ -182,7 +179,7 @@ class Vision:
     @property
     def _image_token(self) -> str:
         """The token that `image_token_id` is."""
-        return str(self._tokenizer.decode([self._image_token_id]))
+        return str(self._tokenizer.decode([self.image_token_id]))
 
     @property
     def way_to_spell(self) -> str:
@@ -231,7 +228,7 @@ class Vision:
         from PIL import Image
 
         image_ref = self.open(Image.new("RGB", _SAMPLE_SIZE), Path(), "a sample image")
-        tokens = torch.tensor([0, *self._placeholder(image_ref), 0])
+        tokens = torch.tensor([0, *self._reader.placeholder(image_ref, self._tokens), 0])
         positions = self.position_ids(tokens, [image_ref])
         return tokens, torch.arange(len(tokens)) if positions is None else positions
 
@@ -246,7 +243,7 @@ class Vision:
         with suppress(ValueError):  # the tokenizer has no chat template
             form = image_form(self._tokenizer, self._tokenizer.get_chat_template())
         template = f"the chat template of {self._tokenizer.name_or_path} writes {form.text!r} for an image"
-        if self._tokenizer.encode(form.text, add_special_tokens=False).count(self._image_token_id) != 1:
+        if self._tokenizer.encode(form.text, add_special_tokens=False).count(self.image_token_id) != 1:
             raise ModelError(
                 f"{template}, without the one {self._image_token!r} that the model looks "
                 "for; set model.chat_template=FILE to the one that belongs to the model"

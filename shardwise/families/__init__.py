@@ -45,4 +45,14 @@ from shardwise.families.support import (
     vision_reason,
     wrapper_reason,
 )
-from shardwise.families.towers import VISION_CONFIG, AnyresTower, GridTower, PixtralTower, TileTower, Tower, tower_of
+from shardwise.families.towers import (
+    VISION_CONFIG,
+    GridTower,
+    InternVLTower,
+    LlavaNextTower,
+    LlavaTower,
+    PixtralTower,
+    TileTower,
+    Tower,
+    tower_of,
+)

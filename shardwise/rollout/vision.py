@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from shardwise.config import ModelError
-from shardwise.families import PixtralTower, Tower, backbone, finds_positions, takes_images, tower_of, vision_reason
+from shardwise.families import Tower, backbone, finds_positions, takes_images, tower_of, vision_reason
 from shardwise.types import GenerateRequest, Images
 
 
@@ -70,15 +70,15 @@ class CachedVisionTower:
         return cls(model, tower, device) if tower is not None and takes_images(model) else None
 
     def look(self, images: Sequence[Images]) -> dict[str, Any]:
-        """Runs the tower over the images of all prompts, in their order: once, but prompt by prompt for Pixtral, whose
-        mask over all patches takes memory by their square.
+        """Runs the tower over the images of all prompts, in their order: once, but prompt by prompt where a mask over
+        all patches takes memory by their square.
 
         Returns:
             Keyword arguments for the backbone's forward.
         """
         if not images:
             return {}
-        runs = images if isinstance(self._tower, PixtralTower) else [Images.joined(images)]
+        runs = images if self._tower.sees_all_patches else [Images.joined(images)]
         arguments = (self._tower.arguments(run.to(self._device)) for run in runs)
         seen, *others = [self._backbone.get_image_features(**own, return_dict=True) for own in arguments]
         if others:

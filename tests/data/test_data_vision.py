@@ -749,7 +749,7 @@ PREPROCESSOR = "preprocessor_config.json"
         ),
         ("qwen3_vl", PREPROCESSOR, {"image_processor_type": "CLIPImageProcessor"}, "is shown none: "),
         ("qwen3_vl", PREPROCESSOR, {"do_resize": False}, "is shown none: "),
-        ("llava", "config.json", {"vision_feature_select_strategy": "full"}, "has another vision tower (TileTower("),
+        ("llava", "config.json", {"vision_feature_select_strategy": "full"}, "has another vision tower (LlavaTower("),
         ("mistral3", "processor_config.json", {"image_break_token": "[IMG_END]"}, "writes other tokens for an image; "),
         ("mistral3", "processor_config.json", {"image_break_token": "<none>"}, "is shown none: "),
     ],
@@ -788,9 +788,9 @@ def test_another_model_that_counts_positions_in_another_way_is_known(vision, tok
         positions, delta = model.model.get_rope_index(*given, **sizes)
         return positions + 1, delta
 
-    other = Vision(tokenizer, vision._reader, PAD, vision._placeholder, shifted)
+    other = Vision(tokenizer, vision._reader, vision._tokens, shifted)
     assert vision.difference(other).startswith("counts the places of an image's tokens in another way; ")
-    assert vision.difference(Vision(tokenizer, vision._reader, PAD, vision._placeholder, None)) is not None
+    assert vision.difference(Vision(tokenizer, vision._reader, vision._tokens, None)) is not None
 
 
 def test_a_chat_template_without_images_is_refused(folder, picture, tmp_path):

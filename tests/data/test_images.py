@@ -2,7 +2,6 @@
 
 import io
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,14 +18,14 @@ from transformers import (
 from shardwise.config import DataError, ModelError
 from shardwise.data import ImageReader
 from shardwise.data.image_processors import GridProcessor, image_processor_for
-from shardwise.families import AnyresTower, GridTower, PixtralTower, TileTower
+from shardwise.families import GridTower, InternVLTower, LlavaNextTower, LlavaTower, PixtralTower
 
 
 @pytest.fixture
 def reader():
     processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
     tower = GridTower(merge_size=2, num_values=96)
-    return ImageReader(GridProcessor(processor, tower), tower)
+    return ImageReader(GridProcessor(processor, tower))
 
 
 @pytest.fixture
@@ -137,16 +136,16 @@ def test_an_image_without_pixels_is_refused(reader, size, tmp_path):
 
 
 SQUARE = {"height": 16, "width": 16}
-TILE = TileTower(num_channels=3, height=16, width=16, tokens_per_tile=4, is_cut=False)
+TILE = {"num_channels": 3, "height": 16, "width": 16, "tokens_per_tile": 4}
 OTHER_KINDS = {
     "pixtral": (
         PixtralTower(patch_size=4, merge_size=2, num_channels=3, min_tokens=2),
         PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 400}),
     ),
-    "internvl": (replace(TILE, is_cut=True), GotOcr2ImageProcessorPil(size=SQUARE)),
-    "llava": (TILE, CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SQUARE)),
+    "internvl": (InternVLTower(**TILE), GotOcr2ImageProcessorPil(size=SQUARE)),
+    "llava": (LlavaTower(**TILE), CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SQUARE)),
     "llava_next": (
-        AnyresTower(tiles=TILE, pinpoints=[(16, 32), (32, 16)]),
+        LlavaNextTower(tiles=LlavaTower(**TILE), pinpoints=[(16, 32), (32, 16)]),
         LlavaNextImageProcessorPil(
             size={"shortest_edge": 16}, crop_size=SQUARE, image_grid_pinpoints=[[16, 32], [32, 16]]
         ),
@@ -157,7 +156,7 @@ OTHER_KINDS = {
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_the_narrowest_images_are_read_and_narrower_ones_refused(kind, picture, tmp_path):
     tower, processor = OTHER_KINDS[kind]
-    reader = ImageReader(image_processor_for(tower, processor), tower)
+    reader = ImageReader(image_processor_for(tower, processor))
     for size in ((1, 200), (400, 2)):
         found = reader.open(picture(0, size), tmp_path, "x")
         assert len(reader.read([found]).pixel_values) == found.num_patches > 0
@@ -171,7 +170,7 @@ def test_the_narrowest_images_are_read_and_narrower_ones_refused(kind, picture, 
 def test_an_image_that_is_scaled_down_to_nothing_is_refused(picture, tmp_path):
     tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3, min_tokens=2)
     processor = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 64})
-    reader = ImageReader(image_processor_for(tower, processor), tower)
+    reader = ImageReader(image_processor_for(tower, processor))
     with pytest.raises(
         DataError, match=r"^x has 100 x 1 pixels, of which the image processor makes 0 x 64: nothing to"
     ):

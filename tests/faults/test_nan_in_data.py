@@ -172,7 +172,7 @@ def test_an_image_of_floats_is_refused_with_its_row(tmp_path):
 
     processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
     tower = GridTower(merge_size=2, num_values=96)
-    reader = ImageReader(GridProcessor(processor, tower), tower)
+    reader = ImageReader(GridProcessor(processor, tower))
     image = Image.new("F", (16, 8), math.nan)
     image.save(tmp_path / "nan.tiff")
     for cell in ("nan.tiff", (tmp_path / "nan.tiff").read_bytes()):

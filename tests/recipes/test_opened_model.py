@@ -124,13 +124,13 @@ def test_a_config_that_is_wrong_is_named_before_a_tokenizer_is_missed(folder, ke
 
 def test_images_are_refused_with_their_row_where_vllm_is_not_given_those_of_the_family(tmp_path):
     tiny_vision_model("exaone4_5").config.save_pretrained(tmp_path)
-    vision = Vision(None, None, 5, None, None)
+    vision = Vision(None, None, None, None)
     opened = OpenedModel(ModelConfig(path=str(tmp_path)), tmp_path, None, vision, None)
     assert opened.vision_in(SamplingConfig(engine={"type": "embedded"})) is vision
     assert opened.vision_in(SamplingConfig(engine="sglang")) is None
     assert opened.vision_in(SamplingConfig(environment="a.py:Game")) is None
     assert replace(opened, vision=None).vision_in(SamplingConfig(engine="vllm")) is None
-    placed = Vision(None, None, 5, None, lambda: None)
+    placed = Vision(None, None, None, lambda: None)
     assert replace(opened, vision=placed).vision_in(SamplingConfig(engine="vllm")) is placed
     shown = opened.vision_in(SamplingConfig(engine={"type": "vllm"}))
     assert replace(opened, vision=shown).vision_in(SamplingConfig(engine="vllm")) is shown

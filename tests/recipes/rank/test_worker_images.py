@@ -84,7 +84,7 @@ def shared(folder: str, shards) -> tuple[list[torch.Tensor], list[str]]:
     worker = Worker(torch.device("cpu"))
     worker.build_engine("policy", source(folder, EngineConfig(ulysses_size=2).frozen()))
     hosted = worker.engines["policy"]
-    hosted.reader = WatchedReader(hosted.reader._processor, hosted.reader.tower)
+    hosted.reader = WatchedReader(hosted.reader._processor)
     return worker.score(shards[0], "policy", True), hosted.reader.names
 
 

@@ -1,32 +1,15 @@
-"""What vision towers are given, and how many tokens they make of it, against the models themselves."""
+"""Features of the towers of LLaVA and LLaVA-NeXT, against the models themselves."""
 
 import random
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_vision_model
-from transformers import InternVLForConditionalGeneration, LlavaConfig, LlavaForConditionalGeneration
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
-from vision_samples import padded, vision_families
 
-from shardwise.families import AnyresTower, PixtralTower, TileTower, backbone, tower_of, unreached_modules, vision_paths
+from shardwise.families import LlavaNextTower, LlavaTower, backbone, tower_of, unreached_modules, vision_paths
 from shardwise.types import Images
-
-
-@pytest.mark.parametrize("family", vision_families("qwen2_5_vl", "glm4v", "mistral3", "llava_next"))
-def test_a_tower_makes_of_its_smallest_image_as_many_features_as_it_says(family):
-    model = tiny_vision_model(family)
-    tower = tower_of(model.config)
-    black = tower.black()
-    assert not black.pixel_values.any()
-    (num_patches,), (num_tokens,) = black.num_patches.tolist(), black.num_tokens.tolist()
-    assert num_patches == len(black.pixel_values)
-    for images, expected in ((black, num_tokens), (Images.joined([black] * 3), 3 * num_tokens)):
-        with torch.no_grad():
-            features = backbone(model).get_image_features(**tower.arguments(images), return_dict=True).pooler_output
-        assert sum(map(len, features)) == expected
-
 
 PICTURE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2} | {
     "patch_size": 4,
@@ -84,40 +67,11 @@ def test_what_is_said_to_be_unreached_is_what_has_no_gradient(tower):
     }
 
 
-@pytest.mark.parametrize("use_mean_pooling", [True, False])
-def test_all_of_internvls_tower_is_reached(use_mean_pooling):
-    """Its norm too, where it has one."""
-    config = tiny_vision_model("internvl").config
-    config.vision_config.use_mean_pooling = use_mean_pooling
-    model = InternVLForConditionalGeneration(config)
-    found = tower_of(config)
-    output = backbone(model).get_image_features(**found.arguments(found.black()), return_dict=True)
-    output.pooler_output.sum().backward()
-    assert unreached_modules(model) == []
-    assert all(part.grad is not None for part in model.model.vision_tower.parameters())
-
-
-def test_pixtral_is_given_its_pictures_padded_to_the_largest():
-    tower = PixtralTower(patch_size=4, merge_size=2, num_channels=3, min_tokens=2)
-    sizes = torch.tensor([[8, 24], [16, 8]])
-    num_patches = sizes.prod(1) // 16
-    images = Images(
-        pixel_values=torch.randn(int(num_patches.sum()), 48),
-        num_patches=num_patches,
-        num_tokens=num_patches // 4,
-        sizes=sizes,
-    )
-    given = tower.arguments(images)
-    assert given["image_sizes"] == sizes.tolist()
-    assert torch.equal(given["pixel_values"], padded(images))
-    assert given["pixel_values"].shape == (2, 3, 16, 24)
-
-
 def test_tokens_of_llava_next_are_the_features_that_the_model_keeps():
     """For pictures of random proportions and the pinpoints of LLaVA 1.6."""
     pinpoints = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
-    tile = TileTower(num_channels=3, height=336, width=336, tokens_per_tile=576, is_cut=False)
-    tower = AnyresTower(tiles=tile, pinpoints=pinpoints)
+    tile = LlavaTower(num_channels=3, height=336, width=336, tokens_per_tile=576)
+    tower = LlavaNextTower(tiles=tile, pinpoints=pinpoints)
     drawn = random.Random(1)
     for number in range(300):
         size = (drawn.randint(1, 30 if number % 3 == 0 else 3000), drawn.randint(1, 3000))
@@ -126,7 +80,3 @@ def test_tokens_of_llava_next_are_the_features_that_the_model_keeps():
         kept = unpad_image(torch.empty(1, rows * 24, columns * 24, device="meta"), size)
         assert tower.num_tokens(pinpoint, size) == 576 + kept.shape[1] * (kept.shape[2] + 1), size
         assert tower.num_patches(pinpoint) == 1 + rows * columns
-
-
-def test_a_model_of_words_has_no_tower():
-    assert tower_of(tiny_model("llama").config) is None

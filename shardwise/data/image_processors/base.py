@@ -1,0 +1,81 @@
+"""What rows and batches ask of an image processor."""
+
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from shardwise.data.image_tokens import ImageTokens
+from shardwise.families import Tower
+from shardwise.types import ImageRef
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+AnyTower = TypeVar("AnyTower", bound=Tower)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What a picture of some size becomes."""
+
+    num_patches: int
+    num_tokens: int
+    size: list[int]
+    """The row of the picture in `Images.sizes`."""
+
+
+class ImageProcessor(ABC, Generic[AnyTower]):
+    """Prepares pictures for one kind of vision tower, and says which tokens stand for them."""
+
+    kinds: ClassVar[tuple[str, ...]]
+    """The image processors of transformers that this wraps, by their names without the backend."""
+
+    def __init__(self, processor: Any, tower: AnyTower) -> None:
+        """
+        Args:
+            processor: transformers' image processor.
+            tower: of the model.
+        Raises:
+            ModelError: the processor makes what the tower does not read.
+        """
+        self._processor = processor
+        self.tower = tower
+        """What it prepares pictures for."""
+
+    @abstractmethod
+    def measure(self, width: int, height: int) -> Extent:
+        """Returns what becomes of a picture of so many pixels.
+
+        Raises:
+            ValueError: the model takes no picture of this size; says what to do about it.
+        """
+
+    @abstractmethod
+    def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
+        """Returns the patches of a picture, as in `Images.pixel_values`, and its size."""
+
+    def placeholder(self, image_ref: ImageRef, tokens: ImageTokens) -> list[int]:
+        """Returns the tokens that the model's processor writes for an image: one for each feature that the tower makes
+        of it, and marks.
+
+        Raises:
+            ModelError: the tokenizer has no token for a mark.
+        """
+        return [tokens.image_id] * image_ref.num_tokens
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What transformers' image processor was made with, whichever release wrote its file."""
+        keys = self._processor.to_dict().items()
+        return {key: value for key, value in keys if value is not None and key != "processor_class"}
+
+    def _processed(self, picture: "Image", **options: Any) -> Any:
+        """Returns what transformers' image processor makes of one picture."""
+        return self._processor(images=[picture], do_convert_rgb=True, return_tensors="pt", **options)
+
+    def _beside(self, name: str) -> Any:
+        """Returns a function of the module that the class of transformers' image processor stands in."""
+        return getattr(sys.modules[type(self._processor).__module__], name)

@@ -1,0 +1,59 @@
+"""The image processors of LLaVA and LLaVA-NeXT."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shardwise.config import ModelError
+from shardwise.data.image_processors.base import Extent, ImageProcessor
+from shardwise.data.image_processors.tiles import require_tile_size
+from shardwise.families import LlavaNextTower, LlavaTower
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class LlavaProcessor(ImageProcessor[LlavaTower]):
+    """Makes one tile of a picture."""
+
+    kinds = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
+
+    def __init__(self, processor: Any, tower: LlavaTower) -> None:
+        require_tile_size(processor, tower)
+        super().__init__(processor, tower)
+
+    def measure(self, width: int, height: int) -> Extent:
+        """See ImageProcessor."""
+        return Extent(1, self.tower.tokens_per_tile, [height, width])
+
+    def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
+        """See ImageProcessor."""
+        return self._processed(picture)["pixel_values"], [picture.height, picture.width]
+
+
+class LlavaNextProcessor(ImageProcessor[LlavaNextTower]):
+    """Makes one tile of a picture, and several more of it in one of some sizes."""
+
+    kinds = ("LlavaNextImageProcessor",)
+
+    def __init__(self, processor: Any, tower: LlavaNextTower) -> None:
+        require_tile_size(processor, tower.tiles)
+        sizes = [tuple(size) for size in processor.image_grid_pinpoints]
+        if sizes != tower.pinpoints:
+            raise ModelError(
+                f"image_grid_pinpoints={sizes} of the image processor are not {tower.pinpoints}, those of config.json; "
+                "set them to these"
+            )
+        super().__init__(processor, tower)
+
+    def measure(self, width: int, height: int) -> Extent:
+        """See ImageProcessor."""
+        from transformers.image_processing_utils import select_best_resolution
+
+        pinpoint = select_best_resolution((height, width), self.tower.pinpoints)
+        num_tokens = self.tower.num_tokens(pinpoint, (height, width))
+        return Extent(self.tower.num_patches(pinpoint), num_tokens, [height, width])
+
+    def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
+        """See ImageProcessor."""
+        return self._processed(picture)["pixel_values"][0], [picture.height, picture.width]

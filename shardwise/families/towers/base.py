@@ -1,0 +1,37 @@
+"""What training and rollout ask of every vision tower.
+
+Shapes: I images, N patches of all of them, F values of a patch.
+"""
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.types import Images
+
+
+class Tower(Protocol):
+    """What the config of a model says about its vision tower."""
+
+    sees_all_patches: ClassVar[bool]
+    """Whether a mask over the patches of all images keeps them apart, which takes memory by the square of their number;
+    else each image is looked at by itself."""
+
+    def arguments(self, images: Images) -> dict[str, Any]:
+        """Returns what the model's get_image_features takes."""
+        ...
+
+    def black(self) -> Images:
+        """Returns the smallest image that the tower takes, in black."""
+        ...
+
+
+def one_image(patches: Tensor, *, num_tokens: int, size: list[int]) -> Images:
+    """Returns the `Images` of a single one, of `patches` [N, ...]."""
+    return Images(
+        pixel_values=patches,
+        num_patches=torch.tensor([len(patches)]),
+        num_tokens=torch.tensor([num_tokens]),
+        sizes=torch.tensor([size]),
+    )
