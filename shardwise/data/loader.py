@@ -61,16 +61,35 @@ class RowOrder:
         return self._rows[offset]
 
 
-def compare_rows(saved: Any, here: Any, *, may_differ: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class RowRecord:
+    """What a checkpoint keeps of the training rows of a run."""
+
+    num_rows: Any
+    """An int, or one for each source."""
+    digest: str | None
+    """Of their tokens; early checkpoints have none."""
+
+
+def compare_rows(before: RowRecord, now: RowRecord, *, may_differ: bool) -> None:
     """Checks that a resumed run has as many training rows, of every source, as before: otherwise their order changes.
+    Warns where they are as many, and have other tokens.
 
     Args:
-        saved: the number of rows in the checkpoint, or one for each source; `here` is the same now.
+        before: of the checkpoint.
         may_differ: whether trainer.resume_allow permits other rows: a warning then takes the error's place.
     Raises:
         DataError: there are more or fewer rows, and they may not differ.
     """
+    saved, here = before.num_rows, now.num_rows
     if saved == here:
+        if not may_differ and None not in (before.digest, now.digest) and before.digest != now.digest:
+            warn(
+                "the training rows have other tokens than in the run that is resumed, of the same files: another "
+                "release of shardwise, transformers or tokenizers writes them in another way, or the chat template "
+                "writes what changes, such as the date; what follows is not what an uninterrupted run would have "
+                "learnt"
+            )
         return
     told = f"the run that is resumed had {saved} training rows, now there are {here}"
     if not may_differ:

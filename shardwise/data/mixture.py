@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.config import ConfigError, PromptDataConfig
-from shardwise.data.loader import RowOrder, compare_rows
+from shardwise.data.loader import RowOrder, RowRecord, compare_rows
 
 
 class PromptStream:
@@ -17,17 +17,25 @@ class PromptStream:
     """
 
     def __init__(
-        self, sources: Sequence[str], config: PromptDataConfig, *, seed: int, rows_may_differ: bool = False
+        self,
+        sources: Sequence[str],
+        config: PromptDataConfig,
+        *,
+        seed: int,
+        digest: str | None = None,
+        rows_may_differ: bool = False,
     ) -> None:
         """Starts before the first row.
 
         Args:
             sources: the data source of every row.
+            digest: of the tokens of the rows.
             rows_may_differ: whether the rows may differ from those of the run that is resumed.
         Raises:
             ConfigError: data.mixture names a source that no row has.
         """
         self.rows_may_differ = rows_may_differ
+        self._digest = digest
         self._mixture = config.mixture
         self._difficulty = config.difficulty
         names = sorted(set(sources)) if config.mixture else [""]
@@ -63,6 +71,7 @@ class PromptStream:
         """Returns all that decides on the next rows, JSON-serializable."""
         return {
             "num_rows": {name: len(rows) for name, rows in self._rows.items()},
+            "digest": self._digest,
             "position": dict(self.position),
             "pass_rates": {str(row): rate for row, rate in self.pass_rates.items()},
             "stage": self._stage,
@@ -80,7 +89,9 @@ class PromptStream:
         """
         num_rows = {name: len(rows) for name, rows in self._rows.items()}
         before, now = (counts.get("", counts) for counts in (state["num_rows"], num_rows))
-        compare_rows(before, now, may_differ=self.rows_may_differ)
+        compare_rows(
+            RowRecord(before, state.get("digest")), RowRecord(now, self._digest), may_differ=self.rows_may_differ
+        )
         self.position |= {name: taken for name, taken in state["position"].items() if name in num_rows}
         if before == now and not are_others:
             self.pass_rates = {int(row): rate for row, rate in state["pass_rates"].items()}

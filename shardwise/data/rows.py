@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+import xxhash
 
 from shardwise.config import DataError, EvalDataConfig, HeldOutData, SequenceDataConfig, SupervisedDataConfig
 from shardwise.console import counted, tell, warn
@@ -53,6 +54,16 @@ class Loaded(Generic[T]):
     rows: list[T]
     counts: dict[str, int]
     """num_rows: rows read; num_dropped: those of them left out; num_truncated: those kept, but cut to the limit."""
+
+    def digest(self) -> str:
+        """Returns a hash of the tokens of all rows, and of which are trained."""
+        found = xxhash.xxh3_128()
+        for row in self.rows:
+            tensors = [torch.tensor(row.prompt_ids)] if isinstance(row, Example) else [row.token_ids, row.loss_mask]
+            for tensor in tensors:
+                found.update(len(tensor).to_bytes(8, "little"))
+                found.update(tensor.numpy().data)
+        return found.hexdigest()
 
 
 def supervised_samples(

@@ -144,7 +144,13 @@ def _open(config: RLConfig) -> _Inputs:
     sources = [example.data_source for example in examples.rows]
     require_teachers(config.teachers, sources)
     rows_may_differ = allows_other_rows(config.trainer.resume_allow)
-    stream = PromptStream(sources, config.data, seed=config.trainer.seed, rows_may_differ=rows_may_differ)
+    stream = PromptStream(
+        sources,
+        config.data,
+        seed=config.trainer.seed,
+        digest=examples.digest(),
+        rows_may_differ=rows_may_differ,
+    )
     total_steps = config.trainer.total_steps or steps_of(
         config.trainer.num_epochs, num_rows=len(examples.rows), batch_size=config.rollout.num_prompts
     )

@@ -1,7 +1,7 @@
 """What recipes that train on given rows share: the rows, the loop over their batches, and metrics of held-out ones."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.config import BatchTrainerConfig, DistillConfig, PreferenceConfig, SFTConfig, allows_other_rows
 from shardwise.config.data import SequenceDataConfig
 from shardwise.data import BatchLoader, Loaded
-from shardwise.data.loader import compare_rows, steps_of
+from shardwise.data.loader import RowRecord, compare_rows, steps_of
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.opened_model import OpenedModel
 from shardwise.recipes.run import Run
@@ -29,6 +29,8 @@ class TrainingRows:
     counts: Metrics
     """Metrics data/...: how much was read and how much was left out."""
     loader: BatchLoader
+    digest: str
+    """Of the tokens of the samples."""
     rows_may_differ: bool
     """Whether they may differ from the rows of the run that is resumed."""
 
@@ -38,12 +40,17 @@ class TrainingRows:
         return [self.samples[size * row + place] for row in self.loader.indices(step - 1) for place in range(size)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of rows: it and the step's number determine the rows of a step."""
-        return {"num_rows": self.loader.num_rows}
+        """Returns the number of rows, which determines with the step's number the rows of a step, and their digest."""
+        return asdict(self._record)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compares the number of rows with that in the state. Raises DataError: it differs, and may not."""
-        compare_rows(state["num_rows"], self.loader.num_rows, may_differ=self.rows_may_differ)
+        """Compares the rows with those in the state. Raises DataError: their number differs, and may not."""
+        before = RowRecord(state["num_rows"], state.get("digest"))
+        compare_rows(before, self._record, may_differ=self.rows_may_differ)
+
+    @property
+    def _record(self) -> RowRecord:
+        return RowRecord(self.loader.num_rows, self.digest)
 
 
 def open_rows(
@@ -82,6 +89,7 @@ def open_rows(
         or steps_of(trainer.num_epochs, num_rows=num_rows, batch_size=trainer.batch_size),
         counts={f"data/{name}": MetricValue.max(count) for name, count in found.counts.items()},
         loader=loader,
+        digest=found.digest(),
         rows_may_differ=allows_other_rows(trainer.resume_allow),
     )
 

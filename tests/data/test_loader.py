@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import DataError
-from shardwise.data.loader import BatchLoader, RowOrder, compare_rows, steps_of
+from shardwise.data.loader import BatchLoader, RowOrder, RowRecord, compare_rows, steps_of
 
 
 def walk(loader, num_steps):
@@ -66,13 +66,22 @@ def test_orders_differ_between_epochs_and_seeds():
 
 def test_other_rows_than_the_resumed_run_had_are_an_error_or_a_warning_with_both_numbers(capsys):
     for may_differ in (False, True):
-        compare_rows(20, 20, may_differ=may_differ)
+        compare_rows(RowRecord(20, None), RowRecord(20, "a"), may_differ=may_differ)
     assert capsys.readouterr().err == ""
     with pytest.raises(
         DataError, match=r"had 20 training rows, now there are 30, .* allow others with trainer\.resume"
     ):
-        compare_rows(20, 30, may_differ=False)
-    compare_rows({"a": 1}, 30, may_differ=True)
+        compare_rows(RowRecord(20, None), RowRecord(30, None), may_differ=False)
+    compare_rows(RowRecord({"a": 1}, None), RowRecord(30, None), may_differ=True)
     told = capsys.readouterr().err
     assert told.startswith("warning: the run that is resumed had {'a': 1} training rows, now there are 30: it goes on")
     assert told.count("\n") == 1
+
+
+def test_as_many_rows_with_other_tokens_are_a_warning_unless_other_rows_are_allowed(capsys):
+    for now, may_differ in (("a", False), ("b", True)):
+        compare_rows(RowRecord(20, "a"), RowRecord(20, now), may_differ=may_differ)
+    assert capsys.readouterr().err == ""
+    compare_rows(RowRecord(20, "a"), RowRecord(20, "b"), may_differ=False)
+    told = capsys.readouterr().err
+    assert told.startswith("warning: the training rows have other tokens than in the run that is resumed, of the same")

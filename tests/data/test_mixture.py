@@ -146,6 +146,17 @@ def test_a_stream_goes_on_in_other_rows_behind_as_many_of_each_source(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_stream_of_rows_with_other_tokens_goes_on_with_a_warning(capsys):
+    first, same, other = (PromptStream(["a"] * 5, PromptDataConfig(), seed=0, digest=digest) for digest in "115")
+    first.take(3, step=1)
+    saved = json.loads(json.dumps(first.state_dict()))
+    same.load_state_dict(saved)
+    assert capsys.readouterr().err == ""
+    other.load_state_dict(saved)
+    assert capsys.readouterr().err.startswith("warning: the training rows have other tokens than in the run that is")
+    assert other.take(9, step=2) == same.take(9, step=2)
+
+
 def test_a_stream_whose_rows_may_differ_and_do_not_goes_on_as_ever(capsys):
     sources = ["a"] * 5
     settings = PromptDataConfig.parse({"difficulty": {"min_pass_rate": 0.5}}, origin="test")

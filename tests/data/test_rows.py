@@ -9,8 +9,8 @@ from pyarrow import parquet
 from tokenizers.processors import TemplateProcessing
 
 from shardwise.config import DataError, EvalDataConfig, PromptDataConfig, SupervisedDataConfig
-from shardwise.data.rows import prompt_examples, supervised_samples
-from shardwise.types import Example
+from shardwise.data.rows import Loaded, prompt_examples, supervised_samples
+from shardwise.types import Example, Sample
 
 
 @pytest.fixture
@@ -49,6 +49,31 @@ def test_trap_08_plain_rows_become_samples_that_train_their_end_token(tokenizer,
     assert first.loss_mask.tolist() == [False] * 4 + [True] * 2
     assert first.loss_mask.dtype == torch.bool
     assert trained_text(tokenizer, second) == "42<|end|>"
+
+
+def test_a_digest_tells_other_tokens_other_masks_and_other_borders_apart():
+    def digest(*rows):
+        made = [
+            Sample(uid=uid, token_ids=torch.tensor(ids), loss_mask=torch.tensor(mask, dtype=torch.bool))
+            for uid, ids, mask in rows
+        ]
+        return Loaded(made, {}).digest()
+
+    first, second = ("a", [1, 2, 3], [0, 1, 1]), ("b", [4, 5], [0, 1])
+    assert digest(first, second) == digest(("c", *first[1:]), second), "names are not learnt"
+    others = {
+        digest(first, second),
+        digest(second, first),
+        digest(first),
+        digest(("a", [1, 2, 9], [0, 1, 1]), second),
+        digest(("a", [1, 2, 3], [0, 0, 1]), second),
+        digest(("a", [1, 2, 3, 4, 5], [0, 1, 1, 0, 1])),
+    }
+    assert len(others) == 6
+    examples = [
+        Example(uid="a", prompt="?", prompt_ids=ids, ground_truth="5", data_source="") for ids in ([1, 2], [1, 3])
+    ]
+    assert Loaded(examples[:1], {}).digest() != Loaded(examples[1:], {}).digest()
 
 
 def test_a_file_may_mix_conversations_and_responses(tokenizer, tmp_path):

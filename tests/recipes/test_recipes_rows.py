@@ -1,5 +1,6 @@
 """Batches of rows, and what is read for them."""
 
+import copy
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -108,6 +109,23 @@ def test_a_run_goes_on_with_as_many_rows_or_with_others_where_it_may(model, writ
     assert allowed.state_dict() == four.state_dict()
     four.load_state_dict(allowed.state_dict())
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_whose_template_writes_something_else_now_is_told_so(model, write_jsonl, capsys):
+    """As templates do that write the date."""
+    files = write_jsonl("rows.jsonl", [{"prompt": f"{n}=", "response": str(n)} for n in range(5)])
+    settings = data(SupervisedDataConfig, files).model_copy(update={"apply_chat_template": True})
+    template, found = model.tokenizer.chat_template, []
+    for written in ("1", "2", "2"):
+        tokenizer = copy.deepcopy(model.tokenizer)
+        tokenizer.chat_template = written + template
+        found.append(open_rows(supervised_samples, settings, trainer(), replace(model, tokenizer=tokenizer)))
+    first, second, third = found
+    third.load_state_dict(second.state_dict())
+    second.load_state_dict({"num_rows": 5})  # of an early checkpoint
+    assert capsys.readouterr().err == ""
+    second.load_state_dict(first.state_dict())
+    assert capsys.readouterr().err.startswith("warning: the training rows have other tokens than in the run that is")
 
 
 class RecordedRun:
