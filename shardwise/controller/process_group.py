@@ -1,9 +1,10 @@
 """Who this process is among the ranks, and the process groups they talk over."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Self, cast
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from shardwise.config import ConfigError
 from shardwise.controller.attempts import join_attempt
 from shardwise.controller.launch import STORE_VARIABLE
+from shardwise.controller.network import End, require_reachable
 from shardwise.types import Connections
 
 _CONTROL_TIMEOUT = timedelta(days=30)
@@ -98,7 +100,8 @@ def process_group(
             None: all of them.
         store: from `open_store`, which is called if it is None.
     Raises:
-        RuntimeError: another rank did not come in time.
+        RuntimeError: another rank did not come in time. ConfigError: on every rank, if one cannot be reached from other
+            hosts.
     Yields:
         A gloo group of all ranks for commands. A rank may wait in it as long as the others work on something else; a
         rank that dies closes its connections, which ends the wait.
@@ -133,6 +136,9 @@ def _joining(rank: Rank, timeout_seconds: int) -> Iterator[None]:
 
 
 def _meet(rank: Rank, store: dist.Store) -> None:
-    """Waits until every rank is there, at most as long as the store's timeout."""
-    store.set(f"present/{rank.rank}", "")
-    store.wait([f"present/{other}" for other in range(rank.world_size)])
+    """Waits until every rank is there, at most as long as the store's timeout. Raises ConfigError: on every rank, if
+    one cannot be reached."""
+    store.set(f"present/{rank.rank}", json.dumps(asdict(End.own())))
+    present = [f"present/{other}" for other in range(rank.world_size)]
+    store.wait(present)
+    require_reachable([End(**json.loads(end)) for end in store.multi_get(present)])
