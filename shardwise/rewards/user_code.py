@@ -59,6 +59,20 @@ def load_function(
     return function
 
 
+def source_file(spec: str) -> Path | None:
+    """Returns the file that `load_function` imports the function from; None if this machine has none."""
+    location = spec.rpartition(":")[0]
+    if _is_path(location):
+        file = Path(location)
+    else:
+        try:
+            found = importlib.util.find_spec(location)
+        except (ImportError, ValueError):
+            return None
+        file = Path("" if found is None or found.origin is None else found.origin)
+    return file if file.is_file() else None
+
+
 def kind_of_callable(function: Callable[..., Any]) -> Literal["class", "coroutine function", "generator", "function"]:
     """Classifies a callable by what a call gives: an instance (class), something that has not computed anything yet
     (coroutine function, generator), or an answer (function)."""

@@ -1,9 +1,10 @@
 import sys
+from pathlib import Path
 
 import pytest
 
 from shardwise.config import ConfigError
-from shardwise.rewards.user_code import MAX_MESSAGE_CHARS, describe_error, load_function, one_line
+from shardwise.rewards.user_code import MAX_MESSAGE_CHARS, describe_error, load_function, one_line, source_file
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,16 @@ def test_load_function_of_a_file_named_like_a_standard_module_leaves_that_module
     (tmp_path / "json.py").write_text("def compute_score(**_): return 1\n")
     load_function("json.py:compute_score")
     assert sys.modules["json"] is json
+
+
+def test_the_file_of_a_function_is_found_without_running_it(tmp_path):
+    import json.decoder
+
+    (tmp_path / "raises.py").write_text("raise RuntimeError\n")
+    assert source_file("raises.py:f") == Path("raises.py")
+    assert source_file("json.decoder:JSONDecoder") == Path(json.decoder.__file__)
+    for nowhere in ("missing.py:f", "no_such_package.rules:f", "sys:exit", "rules", ":f"):
+        assert source_file(nowhere) is None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Checks what every rank of a job must have in common: the code, the config and the models. If torchrun starts ranks on
-several hosts, each host has its own."""
+"""Checks what every rank of a job must have in common: the code, functions of the user's own among it, the config and
+the models. If torchrun starts ranks on several hosts, each host has its own."""
 
 import json
 import socket
@@ -10,10 +10,11 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from shardwise.config import ConfigError, RecipeConfig, leaves
+from shardwise.config import ConfigError, Custom, RecipeConfig, leaves, parts_of
 from shardwise.console import listed
 from shardwise.controller.process_group import Rank
-from shardwise.recipes.checkpointing.fingerprints import model_fingerprints
+from shardwise.recipes.checkpointing.fingerprints import Fingerprints, model_fingerprints
+from shardwise.rewards import source_file
 
 _PACKAGE = Path(__file__).parents[2]
 _FILES = "the files of "
@@ -25,7 +26,8 @@ Identity = dict[str, Any]
 
 
 def identity_of(config: RecipeConfig | None, rank: Rank) -> Identity:
-    """Returns the identity of this rank. One rank of each host fingerprints model files, as `fingerprints` does.
+    """Returns the identity of this rank. One rank of each host fingerprints model files, as `fingerprints` does, and
+    files of custom functions.
 
     Raises:
         ConfigError, ModelError: as `fingerprints`.
@@ -35,7 +37,8 @@ def identity_of(config: RecipeConfig | None, rank: Rank) -> Identity:
     if config is not None:
         identity |= leaves(config.model_dump(mode="json"))
         if rank.local_rank == 0:
-            identity |= {f"{_FILES}{key}": files for key, files in model_fingerprints(config).items()}
+            fingerprints = model_fingerprints(config) | _function_fingerprints(config)
+            identity |= {f"{_FILES}{key}": files for key, files in fingerprints.items()}
     return identity
 
 
@@ -49,7 +52,9 @@ def require_same_identity(rank: Rank, store: dist.Store, identity: Identity) -> 
         host, expected = json.loads(store.get("identity"))
         store.set(f"differs/{rank.rank}", _difference(rank, identity, host, expected))
     if said := store.get("differs").decode():
-        raise ConfigError(said)
+        error = ConfigError(said)
+        error.is_shared = True
+        raise error
 
 
 def _difference(rank: Rank, identity: Identity, host: str, expected: Identity) -> str:
@@ -71,6 +76,12 @@ def _shown(name: str, own: Any, other: Any) -> str:
     if isinstance(own or other, list | dict) or name.startswith("the code"):
         return name
     return f"{name} ({own} and {other})"
+
+
+def _function_fingerprints(config: RecipeConfig) -> Fingerprints:
+    """Fingerprints the file of each custom function, as far as it is on this machine."""
+    files = {key: source_file(chosen.function) for key, chosen in parts_of(config, Custom)}
+    return {key: [[file.name, xxhash.xxh3_64_hexdigest(file.read_bytes())]] for key, file in files.items() if file}
 
 
 def _code_digest() -> str:

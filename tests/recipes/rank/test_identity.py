@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from tiny_models import tiny_model
 
-from shardwise.config import ConfigError, RLConfig, SFTConfig
+from shardwise.config import ConfigError, PreferenceConfig, RLConfig, SFTConfig
 from shardwise.controller.process_group import Rank
 from shardwise.recipes.rank import identity as module
 from shardwise.recipes.rank.identity import identity_of, require_same_identity
@@ -32,6 +32,7 @@ def meet():
             calls = [threads.submit(require_same_identity, one, store, found) for one, found in identities.items()]
         errors = {str(call.exception()) for call in calls}
         assert len(errors) == 1, "every rank is told the same"
+        assert all(call.exception() is None or call.exception().is_shared for call in calls)
         calls[0].result()
 
     return compare
@@ -103,6 +104,21 @@ def test_a_model_that_is_on_one_host_alone_is_left_to_whoever_opens_it(meet, mod
     first = identity_of(config_of(model), FIRST)
     model.rename(tmp_path / "elsewhere")
     meet(first, identity_of(config_of(model), SECOND))
+
+
+def test_another_function_of_the_users_own_under_the_same_path_is_noticed(meet, model, tmp_path):
+    """Ranks would train on the sum of two losses."""
+    file = tmp_path / "own.py"
+    tree = {"model": {"path": str(model)}, "data": {"train_files": "a.jsonl"}, "loss": f"{file}:loss"}
+    config = PreferenceConfig.parse(tree, origin="test")
+    file.write_text("def loss(sums, ref_sums, lengths): return -sums")
+    first = identity_of(config, FIRST)
+    meet(first, identity_of(config, SECOND))
+    file.write_text("def loss(sums, ref_sums, lengths): return +sums")
+    with pytest.raises(ConfigError, match=r"^rank 2 .* differs from rank 0 on .* in the files of loss; start the same"):
+        meet(first, identity_of(config, SECOND))
+    file.unlink()
+    meet(first, identity_of(config, SECOND))  # who calls it says that it is not there
 
 
 def test_other_code_is_noticed(meet, monkeypatch, tmp_path):
