@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 import torch.distributed as dist
 
+from shardwise.config import in_one_line
 from shardwise.controller.exit_codes import FAILURE, code_of_signal
 from shardwise.controller.failures import Failure, Note, explain, inside, note_failure, read_notes
 from shardwise.controller.launch import SETTLE_SECONDS
@@ -52,6 +53,7 @@ class Peers:
             store: the store that all ranks share.
         """
         self._folder, self._rank, self._reports, self._store = folder, rank.rank, reports, store
+        self._world_size = rank.world_size
         self._roll = RollCall(store, rank.rank, rank.world_size)
         self._second = SecondSignal()
 
@@ -109,13 +111,27 @@ class Peers:
         idle = {rank for rank, activity in activities.items() if activity.is_idle and rank not in states}
         failure = explain({}, notes, places, states, idle=idle, num_killed=0)
         spared = idle.union(note.rank for note in notes)
-        hanging = [pid for rank, pid in pids.items() if rank not in spared]
-        if 0 in activities and notes[0].is_lost_peer and not hanging:  # elsewhere the store may be out of reach
+        hanging = [rank for rank in pids if rank not in spared]
+        for rank in hanging:
+            self._roll.report_hanging(rank, places[rank])
+        if notes[0].is_lost_peer and not hanging and len(activities) < self._world_size:
+            failure = self._explain_elsewhere(notes[0], places)
+        return replace(failure, message=failure.message + stacks), [pids[rank] for rank in hanging]
+
+    def _explain_elsewhere(self, note: Note, places: Mapping[int, str]) -> Failure:
+        """Returns why ranks of this host, of which `note` is one's, waited in vain: for ranks of other hosts."""
+        reason = in_one_line(note.message)
+        if 0 in places:  # elsewhere the store may be out of reach
             lost = self._roll.why_one_is_lost(seconds=_ANSWER_SECONDS)
             if lost is not None:
                 waited = f"rank {self._rank} waited{inside(places.get(self._rank, ''))}"
-                failure = replace(lost, message=f"{lost.message}; {waited}")
-        return replace(failure, message=failure.message + stacks), hanging
+                return replace(lost, message=f"{lost.message}; {waited}")
+            if hanging := self._roll.hanging():
+                return Failure(f"{hanging}: rank {note.rank} waited in vain ({reason})")
+        return Failure(
+            f"rank {note.rank} waited in vain{inside(places.get(note.rank, ''))} ({reason}): no rank on "
+            f"{socket.gethostname()} hangs, so one on another host does, or is gone, or the network to it is down"
+        )
 
     def _written(self, reports: Mapping[int, str]) -> str:
         """Writes the reports. Returns the end of a message that says where they are; "" if none are kept."""

@@ -11,7 +11,8 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from shardwise.controller.exit_codes import FAILURE, USER_ERROR
-from shardwise.controller.failures import Failure, Note
+from shardwise.controller.failures import Failure, Note, inside
+from shardwise.controller.watchdog import own_activity
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 _MOST_NAMED = 8
@@ -34,13 +35,29 @@ class RollCall:
         self._store.set(_host_of(self._rank), socket.gethostname())
 
     def answer(self) -> None:
-        """Records that this rank lives. Raises RuntimeError: the store is gone."""
+        """Records that this rank lives, and what it does. Raises RuntimeError: the store is gone."""
         self._num_answers += 1
-        self._store.set(_answer_of(self._rank), str(self._num_answers))
+        activity = own_activity()
+        self._store.set(
+            _answer_of(self._rank), f"{self._num_answers} {'' if activity.is_idle else activity.place}".rstrip()
+        )
 
     def leave(self, note: Note) -> None:
         """Records why this rank ends."""
         self._say(_note_of(self._rank), json.dumps(asdict(note)))
+
+    def report_hanging(self, rank: int, place: str) -> None:
+        """Records that another rank hangs, and is ended for it. `place`: of its `Activity`."""
+        note = Note(
+            rank=rank,
+            time=time.monotonic(),
+            message=f"it hangs{inside(place)}",
+            traceback="",
+            is_user_error=False,
+            is_lost_peer=False,
+            is_timeout=False,
+        )
+        self._say(_note_of(rank), json.dumps(asdict(note)))
 
     def report_loss(self) -> None:
         """Records that another rank closed its connection to this one without a farewell. Raises RuntimeError: the
@@ -84,6 +101,21 @@ class RollCall:
         except RuntimeError:
             return None
 
+    def hanging(self) -> str:
+        """Lists in words the ranks at work that have not given up though this one waited for them in vain, with what
+        they do; "" if there are none, or if the store is gone."""
+        try:
+            places = {rank: place.decode() for rank, answer in self.answers().items() if (place := _place_in(answer))}
+            names = [
+                f"{self.named([rank])} hangs{inside(place)}"
+                for rank, place in places.items()
+                if self._note(rank) is None
+            ]
+        except RuntimeError:
+            return ""
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        return ", ".join(names[:_MOST_NAMED]) + more
+
     def named(self, ranks: Sequence[int]) -> str:
         """Lists ranks with their hosts, in words. Raises RuntimeError: the store is gone."""
         more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
@@ -122,6 +154,11 @@ def _host_of(rank: int) -> str:
 
 def _answer_of(rank: int) -> str:
     return f"roll/answer/{rank}"
+
+
+def _place_in(answer: bytes) -> bytes:
+    """Returns what a rank does, from its answer; empty if it is done or waits to be told what to do."""
+    return answer.partition(b" ")[2]
 
 
 def _note_of(rank: int) -> str:

@@ -20,7 +20,7 @@ from shardwise.controller.failures import Note
 from shardwise.controller.peers import Peers, watched_by_peers
 from shardwise.controller.process_group import Rank
 from shardwise.controller.roll_call import RollCall
-from shardwise.controller.watchdog import Activity
+from shardwise.controller.watchdog import Activity, commanded, enter_step
 
 ROOT = Path(__file__).parents[2]
 WAITING = f"""
@@ -138,8 +138,45 @@ def test_ranks_of_another_host_than_that_of_rank_0_ask_nobody_for_the_store_may_
 ):
     store = waited_in_vain([2, 3])
     assert Peers(tmp_path, Rank(3, 4, 1), None, store).note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told == "error: rank 2 failed in step 3, train: Timed out waiting 9 ms"
+    assert capsys.readouterr().err == (
+        f"error: rank 2 waited in vain in step 3, train (Timed out waiting 9 ms): no rank on {socket.gethostname()} "
+        "hangs, so one on another host does, or is gone, or the network to it is down\n"
+    )
+
+
+def test_a_rank_of_another_host_that_lives_and_has_not_given_up_is_named_with_what_it_does(
+    waited_in_vain, tmp_path, capsys, monkeypatch
+):
+    """It hangs, and no other rank of its host tells."""
+    store = waited_in_vain([0, 1])
+    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 10.0)
+    in_vain, over, roll = RuntimeError("Timed out waiting 9 ms"), threading.Event(), RollCall(store, 3, 4)
+    RollCall(store, 2, 4).leave(Note.of(in_vain, 2))
+
+    def live():
+        while not over.wait(0.01):
+            roll.answer()
+
+    enter_step(7)
+    living = threading.Thread(target=live)
+    with commanded("train", ["policy"]):
+        living.start()
+        assert Peers(tmp_path, Rank(0, 4, 0), None, store).note_failure(in_vain) == 1
+        over.set()
+        living.join()
+    enter_step(None)
+    told = f"rank 3 on {socket.gethostname()} hangs in step 7, `train policy`: rank 1 waited in vain ({in_vain})"
+    assert capsys.readouterr().err == f"error: {told}\n"
+
+
+def test_hosts_hear_of_the_rank_that_another_one_ends(hanging, tmp_path):
+    """Of which they would only see that it is gone."""
+    store = dist.HashStore()
+    others = RollCall(store, 0, 2)
+    RollCall(store, 1, 2).enter()
+    assert Peers(tmp_path, Rank(2, 4, 0), None, store).note_failure(RuntimeError("Timed out waiting 9 ms")) == 1
+    told = f"rank 1 on {socket.gethostname()} failed: it hangs in `train policy`"
+    assert others.why_one_is_lost(seconds=0).message == told
 
 
 def test_a_rank_that_finds_itself_hanging_is_named_with_the_stacks_of_its_host(hanging, tmp_path, capsys):
@@ -177,7 +214,7 @@ def test_a_rank_that_waits_to_be_told_what_to_do_is_neither_blamed_nor_ended(tmp
         assert (
             Peers(tmp_path, Rank(0, 4, 0), None, dist.HashStore()).note_failure(RuntimeError("rank 9: timed out")) == 1
         )
-        assert capsys.readouterr().err.splitlines()[-1] == "error: rank 0 failed: rank 9: timed out"
+        assert capsys.readouterr().err.startswith("error: rank 0 waited in vain (rank 9: timed out): no rank on ")
         assert process.poll() is None
     finally:
         process.kill()

@@ -9,6 +9,7 @@ from shardwise.config import ConfigError
 from shardwise.controller import roll_call
 from shardwise.controller.failures import Note
 from shardwise.controller.roll_call import RollCall
+from shardwise.controller.watchdog import commanded
 
 HOST = socket.gethostname()
 LOST = RuntimeError("[gloo] Connection closed by peer [10.0.0.2]:3421")
@@ -64,6 +65,23 @@ def test_a_rank_that_fails_for_a_reason_of_its_own_is_named_at_once(roll):
     failure = roll[0].why_one_is_lost(seconds=30)
     assert (failure.message, failure.code) == (f"rank 1 on {HOST} failed: use 1, 2 or 4", 2)
     assert time.monotonic() - began < 5
+
+
+def test_those_at_work_that_have_not_given_up_hang(roll):
+    with commanded("train", ["policy"]):
+        for rank in roll[1:]:
+            rank.answer()
+    roll[1].leave(Note.of(LOST, 1))
+    assert roll[0].hanging() == f"rank 2 on {HOST} hangs in `train policy`, rank 3 on {HOST} hangs in `train policy`"
+    roll[2].answer()  # it waits to be told what to do
+    roll[3].finish()
+    assert roll[0].hanging() == ""
+
+
+def test_a_rank_that_is_ended_for_hanging_is_told_so_to_other_hosts(roll):
+    roll[2].report_hanging(3, "step 3, `train policy`")
+    failure = roll[0].why_one_is_lost(seconds=30)
+    assert (failure.message, failure.code) == (f"rank 3 on {HOST} failed: it hangs in step 3, `train policy`", 1)
 
 
 def test_a_rank_whose_work_is_done_is_not_taken_for_gone(roll):

@@ -37,8 +37,9 @@ from shardwise.recipes.stopping import Stopped
 from shardwise.transfer import DiskMedium, Medium, ProcessGroupMedium, SharedMemoryMedium
 from shardwise.types import Connections
 
-_NOTICE_SECONDS = 30.0
-"""What the main thread gets to notice that another rank is gone: what it does may take that long."""
+_NOTICE_SECONDS = 20.0
+"""What the main thread gets to notice that another rank is gone: what it does may take that long. torchrun, which may
+notice at once, ends this process after 30 s, and stacks have to be collected before."""
 
 
 def run_rank(
