@@ -1,5 +1,7 @@
-"""What a run says on standard error while it goes on, and how things are counted and listed in words."""
+"""What a run says on standard error while it goes on, and how things are counted, listed and placed in words."""
 
+import os
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -23,3 +25,10 @@ def counted(number: int, noun: str) -> str:
 def listed(names: Sequence[str], *, most: int = 3) -> str:
     """Returns the first names, and how many others there are: "a, b, c and 2 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def on_host() -> str:
+    """Returns " on HOST", after the name of this rank, where torchrun has started ranks on several hosts, else ""."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE", num_ranks) == num_ranks
+    return "" if is_alone else f" on {socket.gethostname()}"

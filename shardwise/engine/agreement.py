@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import ExportError, UserError
+from shardwise.console import on_host
 
 _MAX_MESSAGE_BYTES = 4096
 _IN_RUST = re.compile(r"\(os error \d+\)$")
@@ -27,7 +28,7 @@ def raised_on_every_rank(*error_classes: type[UserError]) -> Iterator[None]:
         error_classes: the classes that may be raised. An error of another class is raised as the first of them.
     Raises:
         error_classes: the body failed on at least one rank. Class and message are those of the first such rank, which
-            the message names unless the body failed on all.
+            the message names, with its host if there are several, unless the body failed on all.
     """
     error: Exception | None = None
     try:
@@ -49,7 +50,7 @@ def _raise_together(error: Exception | None, error_classes: Sequence[type[UserEr
         first, kind = next(iter(failed.items()))
         message = _broadcast_text(message, source=first)
         if len(failed) < dist.get_world_size():
-            message = f"rank {first}: {message}"
+            message = f"rank {first}{_broadcast_text(on_host(), source=first)}: {message}"
     elif error is None:
         return
     if error is not None and not isinstance(error, (UserError, OSError)):

@@ -1,3 +1,6 @@
+import os
+import socket
+
 import pytest
 import torch.distributed as dist
 
@@ -35,6 +38,21 @@ def fails(errors):
 )
 def test_a_failure_on_one_rank_is_raised_on_all_and_names_it(run_ranks, errors, expected):
     assert run_ranks(fails, 2, errors) == [expected] * 2
+
+
+def fails_on_two_hosts(errors):
+    """As `fails`, where torchrun has started one rank on each."""
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    try:
+        return fails(errors)
+    finally:
+        del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+
+
+def test_the_host_of_the_rank_is_named_where_there_are_several(run_ranks):
+    """Another one may have the file that is missing there."""
+    told = f"ModelError: rank 1 on {socket.gethostname()}: x is cut"
+    assert run_ranks(fails_on_two_hosts, 2, [None, ModelError("x is cut")]) == [[told] * 2] * 2
 
 
 def test_a_long_message_is_cut_the_same_way_everywhere(run_ranks):
