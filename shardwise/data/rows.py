@@ -1,5 +1,6 @@
 """Turns data files into what a run consumes: samples to learn from, or examples to answer."""
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +8,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-import xxhash
 
 from shardwise.config import DataError, EvalDataConfig, HeldOutData, SequenceDataConfig, SupervisedDataConfig
 from shardwise.console import counted, tell, warn
@@ -57,7 +57,7 @@ class Loaded(Generic[T]):
 
     def digest(self) -> str:
         """Returns a hash of the tokens of all rows, and of which are trained."""
-        found = xxhash.xxh3_128()
+        found = hashlib.blake2b(digest_size=16)
         for row in self.rows:
             tensors = [torch.tensor(row.prompt_ids)] if isinstance(row, Example) else [row.token_ids, row.loss_mask]
             for tensor in tensors:
