@@ -47,7 +47,13 @@ class AttentionBackend:
             self._kernel = _flash_kernel(implementation)
 
     def kernel(
-        self, query: Tensor, value: Tensor, *, softcap: float | None, sinks: Tensor | None
+        self,
+        query: Tensor,
+        value: Tensor,
+        *,
+        softcap: float | None,
+        sinks: Tensor | None,
+        has_blocks: bool = False,
     ) -> PackedKernel | None:
         """Returns the kernel that computes these tensors, None for the loop.
 
@@ -59,6 +65,8 @@ class AttentionBackend:
         problem = varlen_problem(query, value, sinks=sinks)
         if problem is None and softcap is not None and self._implementation in ("auto", "varlen"):
             problem = "soft-capped scores"
+        if problem is None and has_blocks:
+            problem = "images whose tokens see each other both ways"
         if problem is None:
             return self._kernel
         if self._implementation == "auto":
@@ -155,6 +163,7 @@ def _packed_attention(
     if lacks_choice(module, indices):
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {HIDES_CHOICE}")
     window, chunk = attention_span(module, attention_mask, sliding_window)
+    layout = packed.layout if chunk is None else packed.layout.chunked(chunk)
     chosen = None if indices is None else indices.once(partial(_chosen_keys, layout=packed.layout))
     packed.num_attention_calls += 1
     query, key, value, sinks = query[0], key[0], value[0], s_aux
@@ -162,17 +171,21 @@ def _packed_attention(
     if ulysses is not None:
         query, key, value = ulysses.heads_of_all_tokens(query, key, value)
         sinks = None if sinks is None else ulysses.own_heads(sinks)
+    kernel = None
+    if chosen is None:
+        has_blocks = layout.blocks is not None
+        kernel = packed.backend.kernel(query, value, softcap=softcap, sinks=sinks, has_blocks=has_blocks)
     out = packed_attention(
         query,
         key,
         value,
-        packed.layout if chunk is None else packed.layout.chunked(chunk),
+        layout,
         scaling=scaling,
         window=window,
         softcap=softcap,
         sinks=sinks,
         chosen=chosen,
-        kernel=packed.backend.kernel(query, value, softcap=softcap, sinks=sinks) if chosen is None else None,
+        kernel=kernel,
     )
     if ulysses is not None:
         out = ulysses.tokens_of_all_heads(out)

@@ -6,6 +6,7 @@ from shardwise.ops.attention import (
     PackedLayout,
     attend,
     packed_attention,
+    seen_among_blocks,
     seen_keys,
     varlen_attention,
     varlen_decode_attention,

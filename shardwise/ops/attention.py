@@ -36,13 +36,32 @@ class PackedLayout:
     runs: tuple[tuple[int, int], ...]
     """(count, length) of each run of neighboring sequences of one length; a run is one dense batch."""
     max_length: int
+    blocks: tuple[Tensor | None, ...] | None = None
+    """For each run [count, length] int64, on the device: the block of every token, -1 for none; tokens of one block see
+    each other both ways. None for a run without a block, and in place of all of them for a pack without."""
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, *, device: torch.device) -> Self:
-        """Builds the layout from `cu_seqlens` on the host."""
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, *, device: torch.device, blocks: Tensor | None = None) -> Self:
+        """Builds the layout from `cu_seqlens` on the host.
+
+        Args:
+            blocks: [T] int64 on the host, the block of every token, -1 for none; some token is in one. Sequences with
+                and without blocks are in different runs.
+        """
         lengths = cu_seqlens.diff().tolist()
-        runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
-        return cls(to_device(cu_seqlens, device), runs, max(lengths))
+        is_in_blocks = [False] * len(lengths)
+        if blocks is not None:
+            is_in_blocks = [bool((own >= 0).any()) for own in blocks.split(lengths)]
+        kinds = [(len(list(same)), *kind) for kind, same in groupby(zip(lengths, is_in_blocks, strict=True))]
+        runs = tuple((count, length) for count, length, _ in kinds)
+        of_runs: tuple[Tensor | None, ...] | None = None
+        if blocks is not None:
+            parts = to_device(blocks, device).split([count * length for count, length in runs])
+            of_runs = tuple(
+                part.view(count, length) if has_blocks else None
+                for part, (count, length, has_blocks) in zip(parts, kinds, strict=True)
+            )
+        return cls(to_device(cu_seqlens, device), runs, max(lengths), of_runs)
 
     @classmethod
     def of_one_length(cls, count: int, length: int, *, device: torch.device) -> Self:
@@ -60,6 +79,7 @@ class PackedLayout:
         """
         if self.max_length <= size:
             return self
+        assert self.blocks is None, "no family has both"
         lengths = [length for count, length in self.runs for _ in range(count)]
         ends = [0, *accumulate(min(size, left) for length in lengths for left in range(length, 0, -size))]
         return PackedLayout.from_cu_seqlens(torch.tensor(ends, dtype=torch.int32), device=self.cu_seqlens.device)
@@ -133,14 +153,31 @@ def attend(
     return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
 
 
-def seen_keys(query: Tensor, key: Tensor, *, window: int | None, chunk: int | None) -> Tensor:
-    """Integer positions of queries and keys, broadcastable -> bool: whether causal attention sees the key."""
+def seen_keys(
+    query: Tensor, key: Tensor, *, window: int | None, chunk: int | None, is_one_block: Tensor | None = None
+) -> Tensor:
+    """Integer positions of queries and keys, broadcastable -> bool: whether causal attention sees the key.
+
+    Args:
+        is_one_block: bool, whether query and key are in one block, so that the query also sees a key behind it.
+    """
     seen = key <= query
+    if is_one_block is not None:
+        seen = seen | is_one_block
     if window is not None:
         seen &= query - key < window
     if chunk is not None:
         seen &= key >= query - query % chunk
     return seen
+
+
+def seen_among_blocks(blocks: Tensor, *, window: int | None) -> Tensor:
+    """The blocks [B, L] of tokens, -1 for none -> bool [B, 1, L, L]: which keys a query sees of those that causal
+    attention shows it, in its last `window` tokens, and those behind it that are in one block with it."""
+    position = torch.arange(blocks.shape[1], device=blocks.device)
+    is_one_block = (blocks[:, :, None] == blocks[:, None]) & (blocks[:, :, None] >= 0)
+    seen = seen_keys(position[:, None], position, window=window, chunk=None, is_one_block=is_one_block)
+    return seen[:, None]
 
 
 def packed_attention(
@@ -156,7 +193,8 @@ def packed_attention(
     chosen: Sequence[Tensor | None] | None = None,
     kernel: PackedKernel | None = None,
 ) -> Tensor:
-    """Causal attention inside every sequence of a pack; sequences never see each other.
+    """Causal attention inside every sequence of a pack, in which tokens of one block of the layout see each other both
+    ways; sequences never see each other.
 
     With a kernel this is one variable-length call. Without one it is a loop over runs of equal length, which beats a
     dense block-diagonal mask (no score outside a sequence is ever computed).
@@ -166,22 +204,25 @@ def packed_attention(
         window, softcap, sinks: as in `attend`.
         chosen: for every run of the layout, bool [n, L, L], the keys that each query sees; None: all keys up to the
             query.
-        kernel: computes what `attend` would, but without sinks, without `chosen`, and only if the value has the query's
-            head dim.
+        kernel: computes what `attend` would, but without sinks, blocks and `chosen`, and only if the value has the
+            query's head dim.
     Returns:
         [H, T, dv].
     """
     if kernel is not None:
         return kernel(query, key, value, layout, scaling=scaling, window=window, softcap=softcap)
     sizes = [count * length for count, length in layout.runs]
-    assert chosen is None or window is None, "no family has both"
-    masks = [None] * len(sizes) if chosen is None else [None if one is None else one[:, None] for one in chosen]
+    assert chosen is None or window is layout.blocks is None, "no family has both"
     outputs = []
-    for (count, length), q, k, v, mask in zip(
-        layout.runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1), masks, strict=True
+    for run, ((count, length), q, k, v) in enumerate(
+        zip(layout.runs, query.split(sizes, 1), key.split(sizes, 1), value.split(sizes, 1), strict=True)
     ):
         dense = [x.unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v)]
-        options: dict[str, Any] = {"causal": True, "window": window} if mask is None else {"mask": mask}
+        options: dict[str, Any] = {"causal": True, "window": window}
+        if chosen is not None and (seen := chosen[run]) is not None:
+            options = {"mask": seen[:, None]}
+        if layout.blocks is not None and (blocks := layout.blocks[run]) is not None:
+            options = {"mask": seen_among_blocks(blocks, window=window)}
         out = attend(*dense, scaling=scaling, softcap=softcap, sinks=sinks, **options)
         outputs.append(out.transpose(0, 1).flatten(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

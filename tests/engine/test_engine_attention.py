@@ -68,6 +68,29 @@ def test_forward_without_a_layout_is_an_error_and_not_full_attention():
         model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
 
 
+def test_a_batch_with_blocks_is_masked_and_one_without_goes_to_the_kernel(monkeypatch):
+    """Of the same backend."""
+    torch.manual_seed(0)
+    heads = [torch.randn(1, 2, 5, 4) for _ in range(3)]
+    cu_seqlens, blocks = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([-1, -1, -1, 0, 0])
+    backend, sizes = AttentionBackend("auto", None), []
+
+    def counting(query, key, value, layout, **settings):
+        sizes.append(layout.num_tokens)
+        return packed_attention(query, key, value, layout, **settings)
+
+    backend._kernel = counting
+    monkeypatch.setattr("shardwise.engine.attention.varlen_problem", lambda *tensors, sinks: None)
+    found = []
+    for own in (None, blocks):
+        layout = PackedLayout.from_cu_seqlens(cu_seqlens, device=heads[0].device, blocks=own)
+        found.append(_packed_attention(nn.Module(), *heads, None, packed=PackedCall(layout, backend))[0][0])
+    assert sizes == [5]
+    changed = (found[0] - found[1]).abs().amax((1, 2))
+    assert changed[[0, 1, 2, 4]].max() < 1e-6
+    assert changed[3] > 1e-2
+
+
 def test_mask_of_the_model_would_be_ignored_and_is_refused():
     heads = torch.zeros(1, 2, 3, 4)
     call = PackedCall(layout_of([3]), AttentionBackend("auto", None))
@@ -136,6 +159,7 @@ PROBLEMS = {
     "attention sinks": {"sinks": torch.ones(4)},
     "a value head dim other than the query's": {"value": OnCuda(shape=(4, 11, 6))},
     "soft-capped scores": {"softcap": 50.0},
+    "images whose tokens see each other both ways": {"has_blocks": True},
 }
 IMPLEMENTATIONS = ["auto", "loop", "varlen", "flash_attention_2", "flash_attention_3"]
 

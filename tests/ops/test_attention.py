@@ -26,8 +26,9 @@ def qkv(num_tokens, dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
-def loop(query, key, value, lengths, *, scaling=None, window=None, softcap=None):
-    """Token by token and head by head: a query sees its own sequence up to itself, at most `window` keys."""
+def loop(query, key, value, lengths, *, scaling=None, window=None, softcap=None, blocks=()):
+    """Token by token and head by head: a query sees its own sequence up to itself, or to the end of its block, from the
+    last `window` keys on. `blocks` are ranges of the pack."""
     out = []
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for head in range(HEADS):
@@ -36,7 +37,8 @@ def loop(query, key, value, lengths, *, scaling=None, window=None, softcap=None)
         for start, length in zip(starts, lengths, strict=True):
             for position in range(length):
                 first = 0 if window is None else max(0, position - window + 1)
-                seen = slice(start + first, start + position + 1)
+                last = next((block.stop for block in blocks if start + position in block), start + position + 1)
+                seen = slice(start + first, last)
                 scores = key[kv_head, seen] @ query[head, start + position]
                 scores = scores * (1 / math.sqrt(DIM) if scaling is None else scaling)
                 if softcap is not None:
@@ -47,8 +49,12 @@ def loop(query, key, value, lengths, *, scaling=None, window=None, softcap=None)
     return torch.stack(out)
 
 
-def layout_of(lengths):
-    return PackedLayout.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device=CPU)
+def layout_of(lengths, blocks=()):
+    block_of = torch.full((sum(lengths),), -1)
+    for number, block in enumerate(blocks):
+        block_of[block.start : block.stop] = number
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return PackedLayout.from_cu_seqlens(cu_seqlens, device=CPU, blocks=block_of if blocks else None)
 
 
 def test_layout_groups_neighbours_of_equal_length():
@@ -78,6 +84,41 @@ def test_packed_attention_and_its_gradients_equal_a_loop_over_tokens(lengths, se
     expected = loop(*theirs, lengths, **settings)
     assert out.shape == (HEADS, num_tokens, VALUE_DIM)
     torch.testing.assert_close(out, expected, rtol=0, atol=bound)
+    weights = torch.randn(out.shape, dtype=torch.float64)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=10 * bound)
+
+
+BLOCKS = [range(4, 6), range(6, 8), range(10, 11), range(12, 17), range(18, 20)]
+"""Of the pack of LENGTHS: two beside each other in two sequences, one of one token, one longer than a window, and one
+that begins its sequence. Of those of 3 tokens the first has none, of those of 5 the last."""
+
+
+def test_sequences_with_and_without_blocks_are_in_different_runs():
+    layout = layout_of(LENGTHS, BLOCKS)
+    assert layout.runs == ((1, 3), (2, 3), (1, 1), (1, 8), (1, 5), (1, 5))
+    assert [None if own is None else own.tolist() for own in layout.blocks] == [
+        None,
+        [[-1, 0, 0], [1, 1, -1]],
+        None,
+        [[2, -1, 3, 3, 3, 3, 3, -1]],
+        [[4, 4, -1, -1, -1]],
+        None,
+    ]
+    assert layout_of(LENGTHS).blocks is None
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_tokens_of_a_block_see_each_other_both_ways(settings):
+    """And so do its gradients."""
+    ours, theirs = qkv(sum(LENGTHS)), qkv(sum(LENGTHS))
+    bound = 2e-6 if "softcap" in settings else 1e-12
+    out = packed_attention(*ours, layout_of(LENGTHS, BLOCKS), **{"scaling": None} | settings)
+    expected = loop(*theirs, LENGTHS, **settings, blocks=BLOCKS)
+    torch.testing.assert_close(out, expected, rtol=0, atol=bound)
+    assert (expected - loop(*theirs, LENGTHS, **settings)).abs().max() > 1e-2
     weights = torch.randn(out.shape, dtype=torch.float64)
     (out * weights).sum().backward()
     (expected * weights).sum().backward()
