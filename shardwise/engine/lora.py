@@ -252,8 +252,9 @@ def fused_experts(model: PreTrainedModel) -> list[str]:
 
 def _called_linear_layers(model: PreTrainedModel, saved: list[str]) -> list[str]:
     """The full names of linear layers, but the head and what is trained whole, whose weight nobody else reads: an
-    indexer looks at the dtype of its own."""
-    whole = [*saved, *indexers(model)]
+    indexer looks at the dtype of its own, and torch's attention (SigLIP's head) multiplies by it itself."""
+    attentions = [name for name, part in model.named_modules() if isinstance(part, nn.MultiheadAttention)]
+    whole = [*saved, *indexers(model), *attentions]
     head = model.get_output_embeddings()
     read = REFUSED_BY_PEFT.get(model.config.model_type, set())
     return [

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from family_table import FAMILIES, save_model
 from safetensors.torch import load_file
 from sharded_lora import needs_integer_shards, peft_model, random_adapter, samples
 from tiny_models import reference_logprobs, tiny_folder
@@ -91,6 +92,18 @@ def test_only_called_linear_layers_are_quantised(tmp_path):
     }
     assert "model.layers.0.self_attn.q_proj.base_layer" in quantized
     assert "model.layers.0.self_attn.k_proj" in quantized  # without an adapter
+
+
+@needs_integer_shards
+def test_weights_that_torchs_own_attention_reads_are_not_quantised(tmp_path):
+    """That of the head of SigLIP."""
+    save_model("llava_onevision", FAMILIES["llava_onevision"], tmp_path)
+    model = build_on_meta(tmp_path)
+    linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    inject_lora(model, LORA)
+    quantized = {name for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
+    left = linear - {name.removesuffix(".base_layer") for name in quantized}
+    assert left == {"lm_head", "model.vision_tower.head.attention.out_proj"}
 
 
 def trained(folder, lora, adapter, out, world):
