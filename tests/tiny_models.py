@@ -160,7 +160,7 @@ PLACED_FAMILIES = (
 """Those that see images and find the positions of their tokens themselves."""
 GRID_FAMILIES = (*PLACED_FAMILIES, "exaone4_5")
 """Those whose tower is given the grid of an image."""
-VISION_FAMILIES = (*GRID_FAMILIES, "mistral3", "internvl", "llava", "pixtral", "llava_next")
+VISION_FAMILIES = (*GRID_FAMILIES, "mistral3", "internvl", "llava", "pixtral", "llava_next", "gemma3")
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
 ROW_END = 9
 """Token ids of the tiny models that see images."""
@@ -191,11 +191,13 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     Pixtral, whose patches a projector merges; a window in both decoder layers; untied. internvl: tiles of 16 x 16
     pixels and 4 tokens, with Qwen 2 behind; untied. llava: CLIP, of whose three layers two are read, in pictures of
     8 x 8 pixels and 4 tokens, with Llama behind; untied. pixtral: LLaVA with Pixtral for a tower, a token for each
-    patch; untied. llava_next: the tower of llava, on tiles of 8 x 8 pixels; untied.
+    patch; untied. llava_next: the tower of llava, on tiles of 8 x 8 pixels; untied. gemma3: SigLIP, of whose 16 patches
+    4 tokens are made, which see each other both ways; a window of 3 in the first decoder layer; untied.
     """
     from transformers import (
         AutoModelForImageTextToText,
         Exaone4_5_Config,
+        Gemma3Config,
         Glm4vConfig,
         Glm4vMoeConfig,
         Glm46VConfig,
@@ -314,6 +316,18 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
             image_grid_pinpoints=[[8, 16], [16, 8], [16, 16], [8, 24]],
             image_token_id=IMAGE,
         ),
+        "gemma3": lambda: Gemma3Config(
+            text_config={name: value for name, value in text.items() if name != "rope_parameters"}
+            | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 3}
+            | {"layer_types": ["sliding_attention", "full_attention"]}
+            | overrides,
+            vision_config=picture | {"model_type": "siglip_vision_model"},
+            mm_tokens_per_image=4,
+            tie_word_embeddings=False,
+            boi_token_index=VISION_START,
+            eoi_token_index=VISION_END,
+            image_token_index=IMAGE,
+        ),
         "qwen2_vl": lambda: Qwen2VLConfig(
             text_config=text | overrides,
             vision_config=TOWER_OF_QWEN2_VL | {"initializer_range": 0.2},
@@ -338,8 +352,8 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("mm_input_projection_weight"):  # Gemma 3's, which starts at 0
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model
 

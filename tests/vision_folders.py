@@ -9,6 +9,8 @@ import torch
 from tiny_models import tiny_vision_model
 from transformers import (
     CLIPImageProcessorPil,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
     GotOcr2ImageProcessorPil,
     InternVLProcessor,
     LlavaNextImageProcessorPil,
@@ -73,17 +75,25 @@ def llava_next(tokenizer):
     return LlavaNextProcessor(images, tokenizer, **options)
 
 
+def gemma3(tokenizer):
+    tokenizer._set_model_specific_special_tokens(dict(zip(GEMMA3_NAMES, MARKED["gemma3"][0], strict=True)))
+    return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), tokenizer, image_seq_length=4)
+
+
 MARKED = {
     "mistral3": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", pixtral),
     "pixtral": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", partial(pixtral, merge_size=1)),
     "internvl": (["<IMG_CONTEXT>", "<img>", "</img>", "<video>"], "<IMG_CONTEXT>\n", internvl),
     "llava": (["<image>"], "<image>\n", llava),
     "llava_next": (["<image>"], "<image>\n", llava_next),
+    "gemma3": (["<image_soft_token>", "<start_of_image>", "<end_of_image>"], "<start_of_image>", gemma3),
 }
 """Special tokens of families whose processor writes marks around or into an image, what their chat template writes for
 one, and the processor."""
 INTERNVL_NAMES = ("context_image_token", "start_image_token", "end_image_token", "video_token")
 """By which InternVL's tokenizer knows them."""
+GEMMA3_NAMES = ("image_token", "boi_token", "eoi_token")
+"""By which Gemma 3's does, and says so in its file."""
 
 
 def vision_folder(family: str, folder: Path, *, seed: int = 0) -> Any:

@@ -22,7 +22,7 @@ GRIDS = ([(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [])
 """Height and width of the images of each sample, in patches: two of them, none, one, none."""
 
 
-TILE = {"internvl": 16, "llava": 8}
+TILE = {"internvl": 16, "llava": 8, "gemma3": 16}
 """Pixels of a tile, of 4 tokens, in height and width."""
 
 
@@ -65,7 +65,7 @@ def pixtral_merges(model) -> int:
 
 
 def num_tiles(model, grid: tuple[int, int, int]) -> int:
-    """LLaVA's is one; InternVL's are of 4 x 4 patches."""
+    """LLaVA's and Gemma 3's is one; InternVL's are of 4 x 4 patches."""
     return max(1, grid[1] * grid[2] // 16) if model.config.model_type == "internvl" else 1
 
 
@@ -132,10 +132,11 @@ def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
         parts = sample.images.pixel_values.split(sample.images.num_patches.tolist())
         pixels = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         return {"pixel_values": pixels, "image_sizes": sample.images.sizes}
-    if model.config.model_type in TILE:
-        return {"pixel_values": sample.images.pixel_values}
-    seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.sizes}
     kinds = (sample.token_ids == model.config.image_token_id).int()[None]
+    if model.config.model_type in TILE:
+        seen = {"pixel_values": sample.images.pixel_values}
+        return seen | ({"token_type_ids": kinds} if model.config.model_type == "gemma3" else {})
+    seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.sizes}
     return seen | ({"mm_token_type_ids": kinds} if finds_positions(model) else {})
 
 

@@ -1,6 +1,6 @@
 """Text to tokens: prompts, responses and conversations, through the tokenizer's chat template where one is wanted."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.config import DataError
@@ -33,6 +33,7 @@ def render_prompt(
     origin: str,
     tools: Sequence[ToolSchema] = (),
     media_token_ids: Collection[int] = (),
+    as_read: Callable[[str], str] = str,
 ) -> list[int]:
     """Renders a prompt as token ids [L], ready to be followed by a response.
 
@@ -44,12 +45,13 @@ def render_prompt(
         origin: names the row in errors.
         tools: the tools that the chat template offers to the model.
         media_token_ids: tokens that stand for parts of images and videos, which the text must not spell.
+        as_read: makes of a rendered text what is tokenized of it; see `Vision.as_read`.
     Raises:
         DataError: an empty prompt, bad messages, no chat template, or a text that spells one of `media_token_ids`.
     """
     if apply_chat_template:
         messages = prompt_messages(prompt, system_prompt, origin, may_have_parts=True)
-        text = _render(tokenizer, messages, origin, add_generation_prompt=True, tools=tools)
+        text = _render(tokenizer, messages, origin, add_generation_prompt=True, tools=tools, as_read=as_read)
         token_ids = _encode(tokenizer, text)
     else:
         token_ids = _encode_opening(tokenizer, _plain_prompt(prompt, origin))
@@ -66,6 +68,7 @@ def render_response_sample(
     origin: str,
     tools: Sequence[ToolSchema] = (),
     media_token_ids: Collection[int] = (),
+    as_read: Callable[[str], str] = str,
 ) -> tuple[list[int], list[bool]]:
     """Renders a prompt, which is not trained, and the response to it, which is, with its end-of-sequence token.
 
@@ -83,6 +86,7 @@ def render_response_sample(
             trained_from=len(messages),
             tools=tools,
             media_token_ids=media_token_ids,
+            as_read=as_read,
         )
     prompt_ids = render_prompt(tokenizer, prompt, apply_chat_template=False, system_prompt=system_prompt, origin=origin)
     response_ids = [*_encode_inside(tokenizer, response), tokenizer.eos_token_id]
@@ -99,6 +103,7 @@ def render_conversation(
     trained_from: int = 0,
     tools: Sequence[ToolSchema] = (),
     media_token_ids: Collection[int] = (),
+    as_read: Callable[[str], str] = str,
 ) -> tuple[list[int], list[bool]]:
     """Renders a conversation, with loss on the assistant's turns.
 
@@ -113,6 +118,7 @@ def render_conversation(
         trained_from: index of a message, the system prompt included; assistant turns before it are context.
         tools: the tools that the chat template offers to the model.
         media_token_ids: tokens that stand for parts of images and videos, which the text must not spell.
+        as_read: makes of a rendered text what is tokenized of it; see `Vision.as_read`.
     Returns:
         token ids [L] and loss mask [L].
     Raises:
@@ -133,11 +139,13 @@ def render_conversation(
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     for turn in turns:
-        prompt = _render(tokenizer, messages[:turn], origin, add_generation_prompt=True, tools=tools)
+        prompt = _render(tokenizer, messages[:turn], origin, add_generation_prompt=True, tools=tools, as_read=as_read)
         prompt_ids = _at_least_one(_extend(tokenizer, text, token_ids, prompt, origin), origin)
-        text = _render(tokenizer, messages[: turn + 1], origin, add_generation_prompt=False, tools=tools)
+        text = _render(
+            tokenizer, messages[: turn + 1], origin, add_generation_prompt=False, tools=tools, as_read=as_read
+        )
         if messages[turn].get("tool_calls"):
-            _require_calls_written(tokenizer, messages[: turn + 1], text, origin, tools)
+            _require_calls_written(tokenizer, messages[: turn + 1], text, origin, tools, as_read)
         token_ids = _extend(tokenizer, prompt, prompt_ids, text, origin)
         loss_mask += [False] * (len(prompt_ids) - len(loss_mask))
         num_trained = _length_to_end(token_ids[len(prompt_ids) :], tokenizer)
@@ -238,6 +246,7 @@ def _render(
     *,
     add_generation_prompt: bool,
     tools: Sequence[ToolSchema] = (),
+    as_read: Callable[[str], str] = str,
 ) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
@@ -246,7 +255,7 @@ def _render(
         )
     try:
         template = tokenizer.get_chat_template(tools=list(tools) or None)
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             [formed(tokenizer, template, message, with_tools=bool(tools)) for message in messages],
             tools=list(tools) or None,
             chat_template=template,
@@ -259,6 +268,7 @@ def _render(
             f"{origin}: the chat template refuses the messages ({error}): {preview(messages)}; "
             "fix the row or set model.chat_template=FILE"
         ) from None
+    return as_read(text)
 
 
 def _require_calls_written(
@@ -267,10 +277,14 @@ def _require_calls_written(
     text: str,
     origin: str,
     tools: Sequence[ToolSchema],
+    as_read: Callable[[str], str],
 ) -> None:
     """Checks that `text`, the rendered messages, shows the tool calls of the last one. Raises DataError if not."""
     silent = {key: value for key, value in messages[-1].items() if key != "tool_calls"}
-    if _render(tokenizer, [*messages[:-1], silent], origin, add_generation_prompt=False, tools=tools) == text:
+    without = _render(
+        tokenizer, [*messages[:-1], silent], origin, add_generation_prompt=False, tools=tools, as_read=as_read
+    )
+    if without == text:
         raise DataError(
             f"{origin}: the chat template does not write the tool calls of an assistant turn, so the model would learn "
             f"not to make them: {preview(messages[-1])}; set model.chat_template=FILE to one that does, or write the "

@@ -24,15 +24,25 @@ class ImageTokens:
         """The token that processor_config.json has under `key`, or `default`."""
         return self._token_id(self._configured.get(key, default))
 
+    @property
+    def image(self) -> str:
+        """How `image_id` is spelt."""
+        return str(self._tokenizer.decode([self.image_id]))
+
     def named(self, name: str) -> int:
         """The token that the tokenizer itself calls `name`."""
+        return self._token_id(self.spelling(name))
+
+    def spelling(self, name: str) -> str:
+        """How the token is spelt that the tokenizer itself calls `name`."""
         token = getattr(self._tokenizer, name, None)
         if token is None:
             raise ModelError(
                 f"{self._folder}: the tokenizer does not say what its {name} is, which the model's processor writes "
                 f'beside an image; name it under "extra_special_tokens" in tokenizer_config.json'
             )
-        return self._token_id(token)
+        assert isinstance(token, str)
+        return token
 
     @cached_property
     def _configured(self) -> dict[str, Any]:

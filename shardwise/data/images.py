@@ -171,6 +171,14 @@ class ImageReader:
             size=extent.size,
         )
 
+    def mark(self, tokens: ImageTokens) -> str:
+        """See `ImageProcessor.mark`."""
+        return self._processor.mark(tokens)
+
+    def as_read(self, text: str, tokens: ImageTokens) -> str:
+        """See `ImageProcessor.as_read`."""
+        return self._processor.as_read(text, tokens)
+
     def placeholder(self, image_ref: ImageRef, tokens: ImageTokens) -> list[int]:
         """See `ImageProcessor.placeholder`."""
         return self._processor.placeholder(image_ref, tokens)

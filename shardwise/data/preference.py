@@ -16,6 +16,7 @@ from shardwise.data.rows import (
     get_prompt,
     loaded_sequences,
     make_sample,
+    reading,
     take_images,
     tool_schemas,
     unshown_ids,
@@ -259,6 +260,7 @@ def _render_answers(
             trained_from=len(shared),
             tools=tools,
             media_token_ids=unshown,
+            as_read=reading(vision),
         )
         sides.append(rendered if vision is None else vision.expand(*rendered, image_refs, row.origin))
     return sides, image_refs

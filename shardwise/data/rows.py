@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -148,6 +148,7 @@ def prompt_examples(
             origin=row.origin,
             tools=[tools[name] for name in offered],
             media_token_ids=unshown,
+            as_read=reading(vision),
         )
         words = prompt_ids
         if vision is not None:
@@ -271,6 +272,11 @@ def unshown_ids(media_token_ids: Collection[int], vision: Vision | None) -> list
     return [token_id for token_id in media_token_ids if vision is None or token_id != vision.image_token_id]
 
 
+def reading(vision: Vision | None) -> Callable[[str], str]:
+    """Returns what makes of a rendered text what is tokenized of it; without a vision that is the text itself."""
+    return str if vision is None else vision.as_read
+
+
 def _tokenize_supervised(
     config: SupervisedDataConfig,
     row: Row,
@@ -281,7 +287,7 @@ def _tokenize_supervised(
     """Renders a row as a sequence that includes the tokens of its images; returns it with these images."""
     column = config.messages_column if has_column(row, config.messages_column) else config.prompt_column
     row, image_refs = _with_image_parts(config, row, column, vision)
-    rendered = _render_supervised(config, row, tokenizer, unshown)
+    rendered = _render_supervised(config, row, tokenizer, unshown, reading(vision))
     if vision is not None:
         rendered = vision.expand(*rendered, image_refs, row.origin)
     return rendered, image_refs
@@ -332,7 +338,11 @@ def take_images(
 
 
 def _render_supervised(
-    config: SupervisedDataConfig, row: Row, tokenizer: "PreTrainedTokenizerBase", unshown: Collection[int]
+    config: SupervisedDataConfig,
+    row: Row,
+    tokenizer: "PreTrainedTokenizerBase",
+    unshown: Collection[int],
+    as_read: Callable[[str], str],
 ) -> Rendered:
     if _has_conversation(config, row):
         return render_conversation(
@@ -342,6 +352,7 @@ def _render_supervised(
             system_prompt=config.system_prompt,
             tools=tool_schemas(config, row),
             media_token_ids=unshown,
+            as_read=as_read,
         )
     return render_response_sample(
         tokenizer,
@@ -351,6 +362,7 @@ def _render_supervised(
         origin=row.origin,
         tools=tool_schemas(config, row) if config.apply_chat_template else (),
         media_token_ids=unshown,
+        as_read=as_read,
     )
 
 

@@ -109,6 +109,13 @@ class Vision:
             words += [taking.message(message) for message in messages[num_context:]]
         return words, taking.finish()
 
+    def as_read(self, text: str) -> str:
+        """What is tokenized of a rendered text: with the token of images once for each, and what the model's processor
+        writes around it."""
+        with suppress(ModelError):  # `image_form` says of a row with an image what the tokenizer does not name
+            return self._reader.as_read(text, self._tokens)
+        return text
+
     def expand(
         self, tokens: list[int], loss_mask: list[bool], image_refs: Sequence[ImageRef], origin: str
     ) -> tuple[list[int], list[bool]]:
@@ -120,14 +127,13 @@ class Vision:
         """
         places = [place for place, token_id in enumerate(tokens) if token_id == self.image_token_id]
         if len(places) != len(image_refs):
-            token = self._image_token
             advice = (
                 "text part or tool call spells it; remove it there"
-                if token == PLACEHOLDER  # LLaVA's, which stands for an image in a string
+                if self._tokens.image == PLACEHOLDER  # LLaVA's, which stands for an image in a string
                 else f"message writes it itself; write {PLACEHOLDER} for an image, and leave the model's own token out"
             )
             raise DataError(
-                f"{origin}: the text has {len(places)} times {token!r} for {len(image_refs)} images, so a {advice}"
+                f"{origin}: the text has {len(places)} times {self._spelt} for {len(image_refs)} images, so a {advice}"
             )
         for number, (place, following) in enumerate(pairwise(places), start=1):
             if following == place + 1 and self.finds_positions:
@@ -177,15 +183,18 @@ class Vision:
         return self._reader.open(cell, folder, name)
 
     @property
-    def _image_token(self) -> str:
-        """The token that `image_token_id` is."""
-        return str(self._tokenizer.decode([self.image_token_id]))
+    def _spelt(self) -> str:
+        """What no row may spell, for errors."""
+        found = [self._tokens.image]
+        with suppress(ModelError):
+            found.insert(0, self._reader.mark(self._tokens))
+        return " or ".join(map(repr, dict.fromkeys(found)))
 
     @property
     def way_to_spell(self) -> str:
         """The end of an error: how a row spells PLACEHOLDER where it means no image. Empty where it is the model's own
         token of images, which no row may spell."""
-        if self._image_token == PLACEHOLDER:
+        if self._tokens.image == PLACEHOLDER:
             return ""
         part = f'{{"type": "text", "text": "{PLACEHOLDER}"}}'
         return f'. Where {PLACEHOLDER} is text, give the message as {{"role": ..., "content": [{part}]}}'
@@ -243,9 +252,11 @@ class Vision:
         with suppress(ValueError):  # the tokenizer has no chat template
             form = image_form(self._tokenizer, self._tokenizer.get_chat_template())
         template = f"the chat template of {self._tokenizer.name_or_path} writes {form.text!r} for an image"
-        if self._tokenizer.encode(form.text, add_special_tokens=False).count(self.image_token_id) != 1:
+        mark, read = self._reader.mark(self._tokens), self._reader.as_read(form.text, self._tokens)
+        num_read = self._tokenizer.encode(read, add_special_tokens=False).count(self.image_token_id)
+        if mark not in form.text or num_read != 1:
             raise ModelError(
-                f"{template}, without the one {self._image_token!r} that the model looks "
+                f"{template}, without the one {mark!r} that the model looks "
                 "for; set model.chat_template=FILE to the one that belongs to the model"
             )
         if form.place == "elsewhere":
@@ -287,6 +298,10 @@ class WordsAlone(Vision):
             f"{row.origin}: the row {what}, and {self.reason}, or leave all but text out of messages, and set "
             "data.images_column to a column that is not there"
         )
+
+    def as_read(self, text: str) -> str:
+        """Returns the text as it is."""
+        return text
 
     def expand(
         self, tokens: list[int], loss_mask: list[bool], image_refs: Sequence[ImageRef], origin: str

@@ -106,15 +106,16 @@ class TokenSlice:
         def moved(tensor: Tensor) -> Tensor:
             return to_device(tensor, device)
 
-        images = None
+        images = blocks = None
         if tower is not None:
+            blocks = tower.blocks(input_ids)
             num_image_tokens = (input_ids == tower.image_token_id).view(num_ranks, width).sum(1).tolist()
             images = tower.share(batch, num_image_tokens, rank=rank, device=device)
 
         return cls(
             input_ids=moved(input_ids[own]),
             position_ids=moved(position_ids[..., own]),
-            layout=PackedLayout.from_cu_seqlens(cu_seqlens, device=device),
+            layout=PackedLayout.from_cu_seqlens(cu_seqlens, device=device, blocks=blocks),
             states=moved(sources[is_own] - start),
             targets=moved(batch.input_ids[destinations[is_own]]),
             sources=moved(sources),

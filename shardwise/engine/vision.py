@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shardwise.engine.ulysses import Ulysses
-from shardwise.families import Tower, takes_images, tower_of
+from shardwise.families import Tower, image_blocks, sees_images_both_ways, takes_images, tower_of
 from shardwise.types import Images, TokenBatch
 
 
@@ -41,6 +41,8 @@ class VisionTower:
     image_token_id: int
     """What stands for a part of an image."""
     tower: Tower
+    sees_both_ways: bool = False
+    """Whether the tokens of an image see each other both ways."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self | None:
@@ -48,7 +50,12 @@ class VisionTower:
         tower = tower_of(model.config)
         if tower is None or not takes_images(model):
             return None
-        return cls(image_token_id=model.config.image_token_id, tower=tower)
+        return cls(image_token_id=model.config.image_token_id, tower=tower, sees_both_ways=sees_images_both_ways(model))
+
+    def blocks(self, input_ids: Tensor) -> Tensor | None:
+        """The blocks of a `PackedLayout` [T] of tokens [T]; None where none see each other both ways."""
+        is_image = input_ids == self.image_token_id
+        return image_blocks(is_image) if self.sees_both_ways and is_image.any() else None
 
     def share(self, batch: TokenBatch, num_tokens: Sequence[int], *, rank: int, device: torch.device) -> ImageShare:
         """`batch` lies on the host, and has either all images read or those that `divide_images` gives this rank.

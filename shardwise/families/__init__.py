@@ -1,7 +1,7 @@
 """What is known about model families: which are proven or refused, and where their parts are. Loads no model."""
 
 from shardwise.families.key_choice import HIDES_CHOICE, KeyChoice, defer_choices, lacks_choice
-from shardwise.families.masks import HAS_OWN_MASK, Mask, attention_span, is_own_mask, mask_as_span
+from shardwise.families.masks import HAS_OWN_MASK, Mask, attention_span, image_blocks, is_own_mask, mask_as_span
 from shardwise.families.proven import (
     CHECKS,
     PROVEN,
@@ -36,6 +36,7 @@ from shardwise.families.support import (
     indexers,
     language_model_class,
     packed_tokens_limit,
+    sees_images_both_ways,
     sequence_mixers,
     takes_images,
     unreached_modules,
@@ -47,6 +48,7 @@ from shardwise.families.support import (
 )
 from shardwise.families.towers import (
     VISION_CONFIG,
+    Gemma3Tower,
     GridTower,
     InternVLTower,
     LlavaNextTower,

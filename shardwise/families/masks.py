@@ -8,7 +8,9 @@ attention of Phi-3.5-MoE and Qwen2-MoE learns it only from the mask, so here a n
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from shardwise.families.support import INDEXED, chunk_size
 
@@ -54,6 +56,14 @@ def mask_as_span(
 def is_own_mask(mask: Mask) -> bool:
     """Whether a mask is the family's own and says more than a window or chunk."""
     return mask is not None and not isinstance(mask, Span | AllBefore)
+
+
+def image_blocks(is_image: Tensor) -> Tensor:
+    """Numbers the images of sequences by their tokens, bool [..., L] -> int64 [..., L]: -1 for other tokens, some of
+    which stand between two images. Where tokens of an image see each other both ways these are the blocks of a
+    `PackedLayout`."""
+    begins = is_image & ~pad(is_image, (1, 0))[..., :-1]
+    return torch.where(is_image, begins.cumsum(-1) - 1, -1)
 
 
 def attention_span(attention: nn.Module, mask: Mask, window: int | None) -> tuple[int | None, int | None]:

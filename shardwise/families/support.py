@@ -193,6 +193,8 @@ _FINDS_POSITIONS = "get_rope_index"
 """The method of a model that computes positions for the tokens of an image (M-RoPE)."""
 FOR_IMAGES_ALONE = {"vision_moe"}
 """Parts of decoder layers that no text token reaches: experts of ERNIE 4.5 VL."""
+_SEE_IMAGES_BOTH_WAYS = {"gemma3"}
+"""Families in which the tokens of an image see each other both ways, within the window of their layer."""
 
 
 def language_model_class(config: Any, causal: Any, with_images: Any, bare: Any) -> Any:
@@ -268,8 +270,8 @@ def vision_reason(model: Any) -> str | None:
     placeholders, masks or positions."""
     whole = backbone(model)
     reasons = [] if hasattr(whole, "get_image_features") else ["it has no get_image_features"]
-    if _sees_images_both_ways(model):
-        reasons.append("the tokens of an image see each other both ways, and those of a pack only what is before them")
+    if _brings_mask_of_images(model) and not sees_images_both_ways(model):
+        reasons.append("where there are images tokens see others behind them, in a way of its own")
     if tower_of(model.config) is None:
         reasons.append("it has no vision tower of a kind that images are prepared for")
     taken = {"forward": "mm_encoder_outputs", _FINDS_POSITIONS: "mm_token_type_ids"}
@@ -286,8 +288,13 @@ def vision_reason(model: Any) -> str | None:
     )
 
 
-def _sees_images_both_ways(model: Any) -> bool:
-    """Whether attention is not causal where the tokens of an image see each other (Gemma 3 and 4)."""
+def sees_images_both_ways(model: Any) -> bool:
+    """Whether the tokens of an image see each other both ways, which attention is told by their blocks (Gemma 3)."""
+    return model.config.model_type in _SEE_IMAGES_BOTH_WAYS
+
+
+def _brings_mask_of_images(model: Any) -> bool:
+    """Whether attention is not causal where there are images (Gemma 3 and 4)."""
     key = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
     return key == "vision" or "token_type_ids" in inspect.signature(backbone(model).forward).parameters
 
@@ -323,11 +330,13 @@ def vision_paths(model: Any) -> list[str]:
 
 def _unread(model: Any) -> list[str]:
     """Returns the paths of what a vision tower that is shown images computes behind the hidden states that its model
-    reads, which are those of an inner layer (LLaVA)."""
+    reads, which are those of an inner layer (LLaVA) or the last, before a head pools them (Gemma 3)."""
     read, paths = getattr(model.config, "vision_feature_layer", None), vision_paths(model)
-    if read is None or not paths:
+    if not paths:
         return []
     tower = model.get_submodule(paths[0])
+    if read is None:
+        return [f"{paths[0]}.head"] if getattr(tower, "use_head", False) else []
     if read == -1 and tower.config.model_type == "internvl_vision":  # its last hidden states, norm included
         return []
     num_layers = tower.config.num_hidden_layers

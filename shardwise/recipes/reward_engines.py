@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.config import DataError, ModelError, ModelReward, RewardConfig
 from shardwise.controller.base import WorkerGroup
 from shardwise.data import Row, UnusableProcessor, Vision, WordsAlone, render_response_sample
-from shardwise.data.rows import make_sample, unshown_ids
+from shardwise.data.rows import make_sample, reading, unshown_ids
 from shardwise.data.template_forms import joined
 from shardwise.recipes.engine_source import EngineSource
 from shardwise.recipes.engines import RemoteEngine, build_engine
@@ -66,6 +66,7 @@ class ModelScorer:
             messages, image_refs = self._shown(job)
         except DataError as error:  # its image processor may refuse what the policy's takes
             return str(error)
+        vision = self._vision if image_refs else None
         rendered = render_response_sample(
             self._tokenizer,
             job.prompt if messages is None else messages,
@@ -73,8 +74,8 @@ class ModelScorer:
             apply_chat_template=messages is not None,
             system_prompt=None,
             origin=job.uid,
+            as_read=reading(vision),
         )
-        vision = self._vision if image_refs else None
         if spelt := set(unshown_ids(self._media_token_ids, vision)).intersection(rendered[0]):
             token = self._tokenizer.decode([min(spelt)])
             return f"the text spells {token!r}, by which the reward model knows an image or a video, and is shown none"

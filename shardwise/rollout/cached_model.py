@@ -128,10 +128,12 @@ class CachedModel:
         """Reads one sequence: tokens [L] -> hidden states [L, D], and its cache. Raises as `hidden_states`."""
         length = len(tokens)
         cache = KVCache(num_rows=1, capacity_tokens=length, device=self.device)
-        cache.begin_prefill(torch.zeros(1, dtype=torch.int64, device=self.device), [length])
         positions, shown = torch.arange(length, device=self.device)[None], [] if images is None else [images]
+        blocks = None
         if self.sight is not None and shown:
             positions, _ = self.sight.places([tokens], shown)
+            blocks = self.sight.blocks([tokens])
+        cache.begin_prefill(torch.zeros(1, dtype=torch.int64, device=self.device), [length], blocks)
         return self.hidden_states(tokens.to(self.device)[None], positions, cache, shown)[0], cache
 
     @torch.inference_mode()

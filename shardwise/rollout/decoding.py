@@ -133,13 +133,14 @@ class Decoding:
         device = self._model.device
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self._cache.begin_prefill(torch.tensor(slots, device=device), [len(prompt) for prompt in prompts])
         positions = torch.arange(padded.shape[1], device=device).expand_as(padded)
-        ahead = torch.zeros_like(lengths)
+        ahead, blocks = torch.zeros_like(lengths), None
         images = [request.images for request in of_prompts]
         shown = [one for one in images if one is not None]
         if self._model.sight is not None and shown:
             positions, ahead = self._model.sight.places(prompts, images)
+            blocks = self._model.sight.blocks(prompts)
+        self._cache.begin_prefill(torch.tensor(slots, device=device), [len(prompt) for prompt in prompts], blocks)
         hidden = self._model.hidden_states(padded, positions, self._cache, shown)
         last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
         logits = self._model.logits(last, self._projection)

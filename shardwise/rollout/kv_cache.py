@@ -36,6 +36,7 @@ from shardwise.ops import (
     PackedLayout,
     attend,
     packed_attention,
+    seen_among_blocks,
     seen_keys,
     varlen_attention,
     varlen_decode_attention,
@@ -100,6 +101,7 @@ class KVCache:
         self._mixers: dict[int, MixerStates] = {}
         self._prefill: Tensor | None = None
         self._prompts_by_length: dict[int, list[int]] = {}
+        self._blocks: Tensor | None = None
         self._positions = torch.zeros(0, dtype=torch.int64, device=device)
         self._rows = torch.zeros_like(self._positions)
         self._lengths = self._positions.int()
@@ -108,9 +110,14 @@ class KVCache:
         self._layers_seen: list[int] = []
         self._mixers_seen: list[int] = []
 
-    def begin_prefill(self, rows: Tensor, lengths: Sequence[int]) -> None:
-        """Makes the next forward pass read right-padded prompts of `lengths`; row rows[i] gets the keys of prompt i."""
+    def begin_prefill(self, rows: Tensor, lengths: Sequence[int], blocks: Tensor | None = None) -> None:
+        """Makes the next forward pass read right-padded prompts of `lengths`; row rows[i] gets the keys of prompt i.
+
+        Args:
+            blocks: [P, L], the block of every token, -1 for none; tokens of one block see each other both ways.
+        """
         self._prefill = rows
+        self._blocks = blocks
         self._prompts_by_length = places_by_length(lengths)
         self._layers_seen, self._mixers_seen = [], []
 
@@ -213,6 +220,11 @@ class KVCache:
             # Right padding lands beyond a prompt's end, where decode steps overwrite it before they read it.
             keys[self._prefill, :, : key.shape[2]] = key
             values[self._prefill, :, : value.shape[2]] = value
+            if self._blocks is not None:
+                assert chosen is chunk is None, "no family has both"
+                return _attend_among_blocks(
+                    query, key, value, self._blocks, scaling=scaling, window=window, softcap=softcap, sinks=sinks
+                )
             if is_varlen and window is not None and window < key.shape[2]:
                 return _attend_in_window(query, key, value, scaling=scaling, window=window)
             if chosen is not None:
@@ -370,6 +382,18 @@ def _bound_time_steps(mixer: Any, _in_proj: nn.Module, _args: Any, projected: Te
 def _before_softplus(value: float) -> float:
     """Returns the number whose softplus is `value`; -inf for 0."""
     return value + math.log(-math.expm1(-value)) if value > 0 else -math.inf
+
+
+def _attend_among_blocks(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, *, window: int | None, **options: Any
+) -> Tensor:
+    """Computes `ops.attend` of prompts [P, H, L, d] whose tokens also see those of their block behind them. One prompt
+    at a time: with a mask all scores may be in memory."""
+    out = [
+        attend(*one, mask=seen_among_blocks(own[None], window=window), **options)
+        for *one, own in zip(query.split(1), key.split(1), value.split(1), blocks, strict=True)
+    ]
+    return torch.cat(out)
 
 
 def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int) -> Tensor:

@@ -6,11 +6,21 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from shardwise.config import ModelError
-from shardwise.families import Tower, backbone, finds_positions, takes_images, tower_of, vision_reason
+from shardwise.families import (
+    Tower,
+    backbone,
+    finds_positions,
+    image_blocks,
+    sees_images_both_ways,
+    takes_images,
+    tower_of,
+    vision_reason,
+)
 from shardwise.types import GenerateRequest, Images
 
 
@@ -59,6 +69,7 @@ class CachedVisionTower:
         self._backbone = backbone(model)
         self._tower = tower
         self._finds_positions = finds_positions(model)
+        self._sees_both_ways = sees_images_both_ways(model)
         self._device = device
         self.image_token_id: int = model.config.image_token_id
         """The token that stands for a part of an image."""
@@ -86,6 +97,14 @@ class CachedVisionTower:
                 pooler_output=[feature for one in (seen, *others) for feature in one.pooler_output]
             )
         return {"mm_encoder_outputs": {"image": seen}}
+
+    def blocks(self, prompts: Sequence[Tensor]) -> Tensor | None:
+        """Returns the images that the tokens [L] of each prompt belong to, [P, longest L], -1 for none; None for a
+        model in which the tokens of an image do not see each other both ways."""
+        if not self._sees_both_ways:
+            return None
+        blocks = [image_blocks(tokens == self.image_token_id) for tokens in prompts]
+        return pad_sequence(blocks, batch_first=True, padding_value=-1).to(self._device)
 
     def places(self, prompts: Sequence[Tensor], images: Sequence[Images | None]) -> tuple[Tensor, Tensor]:
         """Computes positions of tokens in time, height and width, with the model's own method (M-RoPE); where it has

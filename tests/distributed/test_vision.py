@@ -35,6 +35,7 @@ BLOCKS = {
     "internvl": ("model.vision_tower.encoder.layer", None),
     "llava": ("model.vision_tower.encoder.layers", None),
     "llava_next": ("model.vision_tower.encoder.layers", None),
+    "gemma3": ("model.vision_tower.encoder.layers", None),
 }
 """Path of a tower's blocks and the dtype of the angles by which they rotate, if not as with Qwen and GLM."""
 
@@ -101,7 +102,9 @@ def assert_same_step(found, expected):
     torch.testing.assert_close(found[2], expected[2], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", vision_families("qwen3_vl", "qwen2_5_vl", "glm4v", "mistral3"), indirect=True)
+@pytest.mark.parametrize(
+    "family", vision_families("qwen3_vl", "qwen2_5_vl", "glm4v", "mistral3", "gemma3"), indirect=True
+)
 def test_traps_06_and_10_packed_samples_with_images_are_each_what_they_are_alone(run_ranks, family, folder):
     """Positions and deep-stack features too: one pack holds two images, none, one and none; transformers computes each
     sample by itself."""
@@ -116,6 +119,18 @@ def test_traps_06_and_10_packed_samples_with_images_are_each_what_they_are_alone
     assert all(any(name.startswith(path) for name in gradients) for path in vision_paths(model))
 
 
+@pytest.mark.parametrize("window", [1, 2, 5, 64])
+def test_a_window_cuts_what_the_tokens_of_an_image_see(run_ranks, tmp_path, window):
+    """Of Gemma 3, whose images have 4 of them: before a token of an image, not behind it."""
+    model = tiny_vision_model("gemma3", sliding_window=window)
+    model.save_pretrained(tmp_path)
+    samples = vision_samples(model)
+    ((logprobs, gradients, *_),) = run_ranks(step, 1, str(tmp_path), samples, 256, {})
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs, [reference_logprobs(model, s) for s in samples], atol=1e-5, rtol=0)
+    torch.testing.assert_close(gradients, reference_gradients(model, samples), atol=1e-5, rtol=1e-4)
+
+
 def test_trap_10_ranks_without_an_image_keep_in_step_with_those_that_have_one(run_ranks, family, folder):
     """The tower's units gather and reduce on every rank, in every micro-batch."""
     samples = vision_samples(tiny_vision_model(family), [GRIDS[0], [], [], []])
@@ -126,6 +141,7 @@ def test_trap_10_ranks_without_an_image_keep_in_step_with_those_that_have_one(ru
         assert_same_step(found, alone)
 
 
+@pytest.mark.parametrize("family", vision_families("qwen3_vl", "mistral3", "gemma3"), indirect=True)
 @pytest.mark.usefixtures("shared")
 def test_trap_10_ranks_that_share_a_pack_take_the_features_of_their_own_tokens(run_ranks, family, folder):
     """With Ulysses the border between two ranks goes through an image, and deep-stack features part with it.
@@ -162,14 +178,18 @@ def shares(folder: str, samples, max_tokens: int):
 def test_ranks_that_share_a_pack_divide_its_images(run_ranks, family, folder):
     """Of images of 48, 24 and 4 patches one rank looks at the first, the other at two; of a single one nothing is left
     for one of them, and of none for both: they look at a black image of 4. Mistral 3's smallest are of 8, and InternVL
-    has a tile for 16, at least one; LLaVA has one, and LLaVA-NeXT of these three 5, 5 and 3."""
+    has a tile for 16, at least one; LLaVA and Gemma 3 have one, and LLaVA-NeXT of these three 5, 5 and 3."""
     model = tiny_vision_model(family)
     black = int(tower_of(model.config).black().num_patches)
-    rest, largest = {"mistral3": (32, 48), "internvl": (2, 3), "llava": (1, 2), "llava_next": (5, 8)}.get(
-        family, (28, 48)
-    )
+    rest, largest = {
+        "mistral3": (32, 48),
+        "internvl": (2, 3),
+        "llava": (1, 2),
+        "llava_next": (5, 8),
+        "gemma3": (1, 2),
+    }.get(family, (28, 48))
     assert sorted(run_ranks(shares, 2, folder, vision_samples(model), 256)) == [[rest], [largest]]
-    alone = {"llava": 1, "llava_next": 5}.get(family, largest)
+    alone = {"llava": 1, "llava_next": 5, "gemma3": 1}.get(family, largest)
     assert run_ranks(shares, 2, folder, vision_samples(model, [[(1, 6, 8)]]), 256) == [[black], [alone]]
     assert run_ranks(shares, 2, folder, vision_samples(model, [[], []]), 256) == [[black], [black]]
 

@@ -33,7 +33,9 @@ ROWS = [
 
 @pytest.fixture(
     scope="module",
-    params=vision_families("qwen3_vl", "mistral3", of=("qwen3_vl", "qwen2_5_vl", "glm4v", "mistral3", "llava")),
+    params=vision_families(
+        "qwen3_vl", "mistral3", of=("qwen3_vl", "qwen2_5_vl", "glm4v", "mistral3", "llava", "gemma3")
+    ),
 )
 def family(request):
     return request.param

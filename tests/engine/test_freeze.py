@@ -103,7 +103,7 @@ def trained_tower(folder: str) -> dict[str, bool]:
 
 
 def test_what_no_gradient_reaches_beside_a_language_model_does_not_decay(run_ranks, tmp_path):
-    save_model("gemma3", FAMILIES["gemma3"], tmp_path)
+    save_model("ovis2", FAMILIES["ovis2"], tmp_path)
     (changed,) = run_ranks(trained_tower, 1, str(tmp_path))
     beside = {name: is_changed for name, is_changed in changed.items() if "language_model" not in name}
     assert len(beside) > 10

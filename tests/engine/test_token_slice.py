@@ -135,6 +135,38 @@ def test_trap_10_positions_and_image_tokens_are_cut_where_the_tokens_are():
     assert [part.images.images.pixel_values[:, 0].tolist() for part in (first, second)] == [[0, 1], [2, 3]]
 
 
+def test_every_rank_knows_which_tokens_of_the_whole_pack_are_one_image():
+    """Where they see each other both ways: after the exchange of tokens for heads a rank has all of them. Their layout
+    is that of other packs without an image, and of other models."""
+    image, ids = 9, torch.tensor([5, 9, 9, 2, 9, 9, 8, 5, 6, 7, 9])
+    batch = TokenBatch(
+        input_ids=ids,
+        position_ids=torch.arange(11),
+        cu_seqlens=torch.tensor([0, 4, 7, 10, 11], dtype=torch.int32),
+        loss_mask=torch.tensor([False] * 10 + [True]),
+        sample_index=[0, 1, 2, 3],
+        images=Images(
+            pixel_values=torch.arange(5.0)[:, None],
+            num_patches=torch.tensor([2, 2, 1]),
+            num_tokens=torch.tensor([2, 2, 1]),
+            sizes=torch.tensor([[1, 1, 2], [1, 1, 2], [1, 1, 1]]),
+        ),
+    )
+    tower = VisionTower(image_token_id=image, tower=GridTower(merge_size=1, num_values=1), sees_both_ways=True)
+
+    def layout(rank, batch=batch, tower=tower):
+        return TokenSlice.of(batch, ScoredTokens.TRAINED, ulysses=Place(rank, 2), device=CPU, tower=tower).layout
+
+    for rank in (0, 1):
+        assert layout(rank).runs == ((1, 4), (1, 3), (1, 3), (1, 1), (1, 1))
+        blocks = [None if own is None else own.tolist() for own in layout(rank).blocks]
+        assert blocks == [[[-1, 0, 0, -1]], [[1, 1, -1]], None, [[2]], None]
+    words = replace(batch, input_ids=ids.clamp(max=8), images=None)
+    for other in (layout(0, words), layout(0, tower=replace(tower, sees_both_ways=False))):
+        assert other.blocks is None
+        assert other.runs == ((1, 4), (2, 3), (2, 1))
+
+
 def assemble(batch, scored):
     """Of states that hold 10 times their place in the pack: the assembled pack, and the gradient of this rank's."""
     ulysses = Ulysses(dist.group.WORLD) if dist.get_world_size() > 1 else None

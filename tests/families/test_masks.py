@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from transformers import AttentionMaskInterface, Qwen3Config
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
+from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
 
-from shardwise.families import attention_span, is_own_mask, mask_as_span
+from shardwise.families import attention_span, image_blocks, is_own_mask, mask_as_span
 
 NAME = "span_of_a_test"
 
@@ -78,3 +79,12 @@ def test_what_a_family_adds_to_a_mask_is_not_lost(mask_by, overlay):
     assert is_own_mask(torch.zeros(1, 1, 10, 10))
     assert not is_own_mask(mask_by(create_sliding_window_causal_mask))
     assert not is_own_mask(None)
+
+
+def test_images_are_numbered_by_their_tokens_in_every_row():
+    is_image = torch.tensor([[1, 1, 0, 1, 0, 0], [0, 1, 1, 1, 0, 1], [0] * 6]).bool()
+    expected = [[0, 0, -1, 1, -1, -1], [-1, 0, 0, 0, -1, 1], [-1] * 6]
+    assert image_blocks(is_image).tolist() == expected
+    assert [image_blocks(row).tolist() for row in is_image] == expected
+    kinds = is_image.int()
+    assert torch.equal(image_blocks(is_image), get_block_sequence_ids_for_mask(kinds))

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 from vision_folders import vision_folder
-from vision_samples import reference_logits, vision_families
+from vision_samples import reference_logits
 
 from shardwise.config import (
     EngineConfig,
@@ -200,7 +200,9 @@ def entries_of(folder):
 @pytest.mark.parametrize(
     ("family", "policy"),
     [
-        *((family, family) for family in vision_families("qwen3_vl", "mistral3", of=("qwen3_vl", "mistral3"))),
+        ("qwen3_vl", "qwen3_vl"),
+        ("mistral3", "mistral3"),
+        pytest.param("gemma3", "gemma3", marks=pytest.mark.full),
         ("qwen3_vl", "llava"),
         ("mistral3", "qwen3_vl"),
     ],

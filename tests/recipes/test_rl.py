@@ -72,7 +72,9 @@ def pictures(tmp_path, write_jsonl):
     return write_jsonl("pictures.jsonl", [row | {"reward_model": {"ground_truth": "5"}} for row in rows])
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("mistral3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.full) for name in ("mistral3", "gemma3"))]
+)
 def test_a_teacher_sees_the_images_of_the_prompts_as_in_transformers(
     group_of_one, pictures, tmp_path, monkeypatch, family
 ):

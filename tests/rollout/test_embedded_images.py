@@ -23,7 +23,7 @@ from shardwise.model_config import media_token_ids
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import Sample
 
-QUICK = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "mistral3", "llava_next")
+QUICK = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "mistral3", "llava_next", "gemma3")
 GRIDS = [[(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [], [(1, 2, 4)], [(1, 8, 4), (1, 2, 2), (1, 4, 4)]]
 MAX_TOKENS = 9
 asking = partial(request_of, max_tokens=MAX_TOKENS, temperature=0.0)

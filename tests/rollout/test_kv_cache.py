@@ -60,7 +60,7 @@ def memory_begins_as_nan(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **b: empty(*a, **b).fill_(torch.nan))
 
 
-def prefill(cache, sequences, rows_of, first_row, options):
+def prefill(cache, sequences, rows_of, first_row, options, blocks=None):
     """Right-padded with numbers that would show if anything looked at them. Into the rows behind the active ones; from
     there each goes to its rows, `first_row` and those after it."""
     width = max(s.length for s in sequences)
@@ -74,7 +74,7 @@ def prefill(cache, sequences, rows_of, first_row, options):
         for name, n in (("query", HEADS), ("key", KV_HEADS), ("value", KV_HEADS))
     ]
     lengths = [sequence.length for sequence in sequences]
-    cache.begin_prefill(torch.arange(NUM_ROWS, NUM_ROWS + len(sequences)), lengths)
+    cache.begin_prefill(torch.arange(NUM_ROWS, NUM_ROWS + len(sequences)), lengths, blocks)
     out = cache.attend(0, *padded, **options)
     for row, prompt in enumerate(rows_of, start=first_row):
         cache.copy_prompt(NUM_ROWS + prompt, slice(row, row + 1), sequences[prompt].length)
@@ -101,6 +101,36 @@ def stand_in_kernels(monkeypatch):
     monkeypatch.setattr(kv_cache, "varlen_problem", lambda *_tensors, **_options: None)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     return calls
+
+
+@pytest.mark.parametrize("is_varlen", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_tokens_of_a_block_see_each_other_while_a_prompt_is_read_and_never_after(
+    monkeypatch, window, softcap, is_varlen
+):
+    """Of padded prompts with blocks and without; also where a kernel would compute a window. A token that is decoded
+    sees what is before it, and later prompts have no blocks."""
+    if is_varlen:
+        stand_in_kernels(monkeypatch)
+    options = {"scaling": 0.7, "chunk": None, "window": window, "softcap": softcap}
+    sequences = [Sequence(length, seed) for seed, length in enumerate((9, 5, 7))]
+    blocks = torch.full((3, 9), -1)
+    blocks[0, 1:3], blocks[0, 3:7], blocks[2, 6] = 0, 1, 0
+    ends = [[0, 2, 2, 6, 6, 6, 6, 7, 8], [*range(5)], [*range(7)]]
+    cache = KVCache(num_rows=NUM_ROWS + 3, capacity_tokens=20, device=torch.device("cpu"))
+    seen = {"window": window, "softcap": softcap}
+    for own_blocks, own_ends in ((blocks, ends), (None, [[*range(length)] for length in (9, 5, 7)])):
+        out = prefill(cache, sequences, [0, 1, 2], 0, options, own_blocks)
+        for row, sequence in enumerate(sequences):
+            for place, end in enumerate(own_ends[row]):
+                first = 0 if window is None else max(0, place + 1 - window)
+                keys, values = sequence.key[first : end + 1], sequence.value[first : end + 1]
+                expected = attention_by_hand(sequence.query[place], keys, values, window=None, softcap=softcap)
+                torch.testing.assert_close(out[row, :, place], expected, rtol=0, atol=1e-5)
+        found = decode(cache, [(sequence, sequence.length) for sequence in sequences], options)
+        expected = torch.stack([sequence.expected(sequence.length, **seen) for sequence in sequences])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.usefixtures("memory_begins_as_nan")

@@ -4,11 +4,12 @@ from typing import Any
 
 from shardwise.config import ModelError
 from shardwise.data.image_processors.base import Extent, ImageProcessor
+from shardwise.data.image_processors.gemma3 import Gemma3Processor
 from shardwise.data.image_processors.grid import GridProcessor
 from shardwise.data.image_processors.internvl import InternVLProcessor
 from shardwise.data.image_processors.llava import LlavaNextProcessor, LlavaProcessor
 from shardwise.data.image_processors.pixtral import PixtralProcessor
-from shardwise.families import GridTower, InternVLTower, LlavaNextTower, LlavaTower, PixtralTower, Tower
+from shardwise.families import Gemma3Tower, GridTower, InternVLTower, LlavaNextTower, LlavaTower, PixtralTower, Tower
 
 _PROCESSORS: dict[type[Tower], type[ImageProcessor[Any]]] = {
     GridTower: GridProcessor,
@@ -16,6 +17,7 @@ _PROCESSORS: dict[type[Tower], type[ImageProcessor[Any]]] = {
     InternVLTower: InternVLProcessor,
     LlavaTower: LlavaProcessor,
     LlavaNextTower: LlavaNextProcessor,
+    Gemma3Tower: Gemma3Processor,
 }
 
 

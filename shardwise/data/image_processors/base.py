@@ -57,9 +57,25 @@ class ImageProcessor(ABC, Generic[AnyTower]):
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """Returns the patches of a picture, as in `Images.pixel_values`, and its size."""
 
+    def mark(self, tokens: ImageTokens) -> str:
+        """Returns the token that chat templates write once for an image, maybe among other text.
+
+        Raises:
+            ModelError: the tokenizer does not name it.
+        """
+        return tokens.image
+
+    def as_read(self, text: str, tokens: ImageTokens) -> str:
+        """Returns what is tokenized of a rendered text: with the token of images once for each.
+
+        Raises:
+            ModelError: the tokenizer does not name a mark.
+        """
+        return text
+
     def placeholder(self, image_ref: ImageRef, tokens: ImageTokens) -> list[int]:
-        """Returns the tokens that the model's processor writes for an image: one for each feature that the tower makes
-        of it, and marks.
+        """Returns the tokens that stand for an image in place of the one that is read: one for each feature that the
+        tower makes of it, and marks.
 
         Raises:
             ModelError: the tokenizer has no token for a mark.

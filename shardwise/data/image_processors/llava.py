@@ -6,29 +6,17 @@ from torch import Tensor
 
 from shardwise.config import ModelError
 from shardwise.data.image_processors.base import Extent, ImageProcessor
-from shardwise.data.image_processors.tiles import require_tile_size
+from shardwise.data.image_processors.tiles import OneTileProcessor, require_tile_size
 from shardwise.families import LlavaNextTower, LlavaTower
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class LlavaProcessor(ImageProcessor[LlavaTower]):
+class LlavaProcessor(OneTileProcessor[LlavaTower]):
     """Makes one tile of a picture."""
 
     kinds = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
-
-    def __init__(self, processor: Any, tower: LlavaTower) -> None:
-        require_tile_size(processor, tower)
-        super().__init__(processor, tower)
-
-    def measure(self, width: int, height: int) -> Extent:
-        """See ImageProcessor."""
-        return Extent(1, self.tower.tokens_per_tile, [height, width])
-
-    def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
-        """See ImageProcessor."""
-        return self._processed(picture)["pixel_values"], [picture.height, picture.width]
 
 
 class LlavaNextProcessor(ImageProcessor[LlavaNextTower]):

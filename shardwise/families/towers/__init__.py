@@ -3,6 +3,7 @@
 from typing import Any
 
 from shardwise.families.towers.base import Tower
+from shardwise.families.towers.gemma3 import Gemma3Tower
 from shardwise.families.towers.grid import GridTower
 from shardwise.families.towers.internvl import InternVLTower
 from shardwise.families.towers.llava import LlavaNextTower, LlavaTower
@@ -22,6 +23,8 @@ def tower_of(config: Any) -> Tower | None:
     match config.model_type, getattr(vision, "model_type", None):
         case "mistral3" | "llava", "pixtral":
             return PixtralTower.of(config)
+        case "gemma3", "siglip_vision_model":
+            return Gemma3Tower.of(config)
         case "internvl", _:
             return InternVLTower.of(config)
         case "llava", "clip_vision_model" | "siglip_vision_model":

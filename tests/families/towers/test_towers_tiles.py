@@ -8,7 +8,7 @@ from shardwise.families import backbone, tower_of
 from shardwise.types import Images
 
 
-@pytest.mark.parametrize("family", ["internvl", "llava"])
+@pytest.mark.parametrize("family", ["internvl", "llava", "gemma3"])
 def test_every_tile_is_as_many_tokens(family):
     model = tiny_vision_model(family)
     tower = tower_of(model.config)
