@@ -160,7 +160,7 @@ PLACED_FAMILIES = (
 """Those that see images and find the positions of their tokens themselves."""
 GRID_FAMILIES = (*PLACED_FAMILIES, "exaone4_5")
 """Those whose tower is given the grid of an image."""
-VISION_FAMILIES = (*GRID_FAMILIES, "mistral3", "internvl", "llava", "pixtral", "llava_next", "gemma3")
+VISION_FAMILIES = (*GRID_FAMILIES, "mistral3", "internvl", "llava", "pixtral", "llava_next", "gemma3", "gemma4")
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
 ROW_END = 9
 """Token ids of the tiny models that see images."""
@@ -175,6 +175,10 @@ TOWER_OF_QWEN2_VL = {
     "mlp_ratio": 2,
 }
 """Its config has other names than the towers after it."""
+
+
+CONSTANTS = ("mm_input_projection_weight", "position_embedding_table")
+"""Matrices of Gemma 3 and 4 that start at a constant."""
 
 
 def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
@@ -193,11 +197,14 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     8 x 8 pixels and 4 tokens, with Llama behind; untied. pixtral: LLaVA with Pixtral for a tower, a token for each
     patch; untied. llava_next: the tower of llava, on tiles of 8 x 8 pixels; untied. gemma3: SigLIP, of whose 16 patches
     4 tokens are made, which see each other both ways; a window of 3 in the first decoder layer; untied.
+    gemma4: tokens of an image see each other both ways in the first decoder layer alone, in its window of 3; every
+    layer has embeddings of its own; an audio tower beside the other; untied.
     """
     from transformers import (
         AutoModelForImageTextToText,
         Exaone4_5_Config,
         Gemma3Config,
+        Gemma4Config,
         Glm4vConfig,
         Glm4vMoeConfig,
         Glm46VConfig,
@@ -328,6 +335,24 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
             eoi_token_index=VISION_END,
             image_token_index=IMAGE,
         ),
+        "gemma4": lambda: Gemma4Config(
+            text_config={name: value for name, value in text.items() if name != "rope_parameters"}
+            | {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+            | {"per_layer_config": {"1": {"head_dim": 16}}, "use_bidirectional_attention": "vision"}
+            | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": (text | overrides)["vocab_size"]}
+            | overrides,
+            vision_config=picture
+            | {"head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2}
+            | {"position_embedding_size": 160},
+            initializer_range=0.2,
+            audio_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+            | {"subsampling_conv_channels": [8, 4], "output_proj_dims": 32},
+            tie_word_embeddings=False,
+            boi_token_id=VISION_START,
+            eoi_token_id=VISION_END,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+        ),
         "qwen2_vl": lambda: Qwen2VLConfig(
             text_config=text | overrides,
             vision_config=TOWER_OF_QWEN2_VL | {"initializer_range": 0.2},
@@ -353,7 +378,7 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or name.endswith("mm_input_projection_weight"):  # Gemma 3's, which starts at 0
+            if parameter.dim() == 1 or name.endswith(CONSTANTS):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model
 

@@ -11,6 +11,8 @@ from transformers import (
     CLIPImageProcessorPil,
     Gemma3ImageProcessorPil,
     Gemma3Processor,
+    Gemma4ImageProcessorPil,
+    Gemma4Processor,
     GotOcr2ImageProcessorPil,
     InternVLProcessor,
     LlavaNextImageProcessorPil,
@@ -80,6 +82,13 @@ def gemma3(tokenizer):
     return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), tokenizer, image_seq_length=4)
 
 
+def gemma4(tokenizer):
+    tokenizer._set_model_specific_special_tokens(dict(zip(GEMMA4_NAMES, MARKED["gemma4"][0], strict=True)))
+    images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    with patch.object(Gemma4Processor, "check_argument_for_proper_class"):  # there are no sounds and no videos
+        return Gemma4Processor(None, images, tokenizer, None)
+
+
 MARKED = {
     "mistral3": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", pixtral),
     "pixtral": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", partial(pixtral, merge_size=1)),
@@ -87,6 +96,7 @@ MARKED = {
     "llava": (["<image>"], "<image>\n", llava),
     "llava_next": (["<image>"], "<image>\n", llava_next),
     "gemma3": (["<image_soft_token>", "<start_of_image>", "<end_of_image>"], "<start_of_image>", gemma3),
+    "gemma4": (["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"], "<|image|>", gemma4),
 }
 """Special tokens of families whose processor writes marks around or into an image, what their chat template writes for
 one, and the processor."""
@@ -94,6 +104,8 @@ INTERNVL_NAMES = ("context_image_token", "start_image_token", "end_image_token",
 """By which InternVL's tokenizer knows them."""
 GEMMA3_NAMES = ("image_token", "boi_token", "eoi_token")
 """By which Gemma 3's does, and says so in its file."""
+GEMMA4_NAMES = (*GEMMA3_NAMES, "audio_token", "boa_token", "eoa_token")
+"""By which Gemma 4's does."""
 
 
 def vision_folder(family: str, folder: Path, *, seed: int = 0) -> Any:

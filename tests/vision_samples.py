@@ -89,6 +89,9 @@ def drawn_images(model, grids: Sequence[tuple[int, int, int]], generator: torch.
         pixels = torch.randn(int(num_patches.sum()), 3 * 4 * 4, generator=generator)
         num_tokens = num_patches // merge_size**2
         return Images(pixel_values=pixels, num_patches=num_patches, num_tokens=num_tokens, sizes=4 * sizes[:, 1:])
+    if model.config.model_type == "gemma4":
+        pixels = torch.rand(int(num_patches.sum()), 3 * 4 * 4, generator=generator)
+        return Images(pixel_values=pixels, num_patches=num_patches, num_tokens=num_patches // 4, sizes=4 * sizes[:, 1:])
     if model.config.model_type == "llava_next":
         return images_in_tiles(model, 4 * sizes[:, 1:], generator)
     if side := TILE.get(model.config.model_type):
@@ -133,6 +136,8 @@ def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
         pixels = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         return {"pixel_values": pixels, "image_sizes": sample.images.sizes}
     kinds = (sample.token_ids == model.config.image_token_id).int()[None]
+    if model.config.model_type == "gemma4":
+        return padded_patches(sample.images) | {"mm_token_type_ids": kinds}
     if model.config.model_type in TILE:
         seen = {"pixel_values": sample.images.pixel_values}
         return seen | ({"token_type_ids": kinds} if model.config.model_type == "gemma3" else {})
@@ -150,6 +155,18 @@ def padded(images: Images) -> Tensor:
             for left in range(0, own_width, 4):
                 picture[:, top : top + 4, left : left + 4] = next(patches).view(3, 4, 4)
     return pictures
+
+
+def padded_patches(images: Images) -> dict[str, Tensor]:
+    """As Gemma 4's processor gives them: every image padded to the most patches that one may have, here 280."""
+    patches = torch.zeros(len(images.sizes), 280, images.pixel_values.shape[1], dtype=images.pixel_values.dtype)
+    places = torch.full((len(images.sizes), 280, 2), -1)
+    given = iter(images.pixel_values)
+    for image, (height, width) in enumerate((images.sizes // 4).tolist()):
+        for place in range(height * width):
+            patches[image, place] = next(given)
+            places[image, place] = torch.tensor([place % width, place // width])
+    return {"pixel_values": patches, "image_position_ids": places}
 
 
 def pixtral_processor(image_processor, tokenizer, **options):

@@ -21,6 +21,7 @@ from shardwise.families import (
     is_own_mask,
     lacks_choice,
     mask_as_span,
+    shows_blocks,
 )
 from shardwise.ops import PackedKernel, PackedLayout, packed_attention, varlen_attention, varlen_problem
 
@@ -163,7 +164,9 @@ def _packed_attention(
     if lacks_choice(module, indices):
         raise ModelError(f"The family of {type(module).__name__} is not supported: it {HIDES_CHOICE}")
     window, chunk = attention_span(module, attention_mask, sliding_window)
-    layout = packed.layout if chunk is None else packed.layout.chunked(chunk)
+    layout = packed.layout if shows_blocks(module) else packed.layout.without_blocks()
+    if chunk is not None:
+        layout = layout.chunked(chunk)
     chosen = None if indices is None else indices.once(partial(_chosen_keys, layout=packed.layout))
     packed.num_attention_calls += 1
     query, key, value, sinks = query[0], key[0], value[0], s_aux

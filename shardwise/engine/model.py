@@ -211,7 +211,7 @@ def build_unloaded(
     if config.use_liger_kernels:
         use_liger_kernels(hf_model, device)
     if config.apply_tiled_mlp:
-        paths = mlp_paths(hf_model, units.layers)
+        paths = mlp_paths(hf_model, units.reached)
         units.require_whole(paths, "engine.apply_tiled_mlp=true")
         tile_mlps(hf_model, paths, config.tiled_num_shards)
     if mesh.ep is not None:

@@ -90,7 +90,7 @@ class Units:
         self.layers = layer_paths(model, wrap)
         """Paths of the layers."""
         unreached = unreached_modules(model)
-        self._reached = [path for path in self.layers if not any(is_within(path, outer) for outer in unreached)]
+        self.reached = [path for path in self.layers if not any(is_within(path, outer) for outer in unreached)]
         """Paths of the layers that gradients come back through."""
         self._spread_experts = set(spread_experts)
         named = _paths_of_classes(model, wrap.moe_experts, "engine.wrap_policy.moe_experts")
@@ -160,7 +160,7 @@ class Units:
             for path, module in modules.items()
             if path in chosen
         }
-        self._prefetch([units[path] for path in self._reached])
+        self._prefetch([units[path] for path in self.reached])
         ordered = list(reversed(units.values()))
         taken: set[nn.Parameter] = set()
         if wrap.wrap_lm_output:

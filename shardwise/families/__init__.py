@@ -1,7 +1,15 @@
 """What is known about model families: which are proven or refused, and where their parts are. Loads no model."""
 
 from shardwise.families.key_choice import HIDES_CHOICE, KeyChoice, defer_choices, lacks_choice
-from shardwise.families.masks import HAS_OWN_MASK, Mask, attention_span, image_blocks, is_own_mask, mask_as_span
+from shardwise.families.masks import (
+    HAS_OWN_MASK,
+    Mask,
+    attention_span,
+    image_blocks,
+    is_own_mask,
+    mask_as_span,
+    shows_blocks,
+)
 from shardwise.families.proven import (
     CHECKS,
     PROVEN,
@@ -49,6 +57,7 @@ from shardwise.families.support import (
 from shardwise.families.towers import (
     VISION_CONFIG,
     Gemma3Tower,
+    Gemma4Tower,
     GridTower,
     InternVLTower,
     LlavaNextTower,

@@ -66,6 +66,15 @@ def image_blocks(is_image: Tensor) -> Tensor:
     return torch.where(is_image, begins.cumsum(-1) - 1, -1)
 
 
+def shows_blocks(attention: nn.Module) -> bool:
+    """Whether an attention module shows the tokens of an image to each other both ways, in a model that does: in Gemma
+    4 only those with a window do."""
+    config: Any = getattr(attention, "config", None)
+    if getattr(config, "model_type", None) != "gemma4_text":
+        return True
+    return bool(config.layer_types[attention.layer_idx] == "sliding_attention")
+
+
 def attention_span(attention: nn.Module, mask: Mask, window: int | None) -> tuple[int | None, int | None]:
     """Returns the sizes, in tokens, of an attention module's window (the query's own token included) and of its chunk;
     at least one of them is None.

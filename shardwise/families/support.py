@@ -193,8 +193,8 @@ _FINDS_POSITIONS = "get_rope_index"
 """The method of a model that computes positions for the tokens of an image (M-RoPE)."""
 FOR_IMAGES_ALONE = {"vision_moe"}
 """Parts of decoder layers that no text token reaches: experts of ERNIE 4.5 VL."""
-_SEE_IMAGES_BOTH_WAYS = {"gemma3"}
-"""Families in which the tokens of an image see each other both ways, within the window of their layer."""
+_FOR_SOUNDS = {"audio_tower", "embed_audio"}
+"""Parts of a model beside its language model that no image reaches either (Gemma 4)."""
 
 
 def language_model_class(config: Any, causal: Any, with_images: Any, bare: Any) -> Any:
@@ -289,12 +289,14 @@ def vision_reason(model: Any) -> str | None:
 
 
 def sees_images_both_ways(model: Any) -> bool:
-    """Whether the tokens of an image see each other both ways, which attention is told by their blocks (Gemma 3)."""
-    return model.config.model_type in _SEE_IMAGES_BOTH_WAYS
+    """Whether the tokens of an image see each other both ways, which attention is told by their blocks: in Gemma 3 and
+    in those of Gemma 4 whose config says so. See `shows_blocks`."""
+    family = model.config.model_type
+    return family == "gemma3" or (family == "gemma4" and _brings_mask_of_images(model))
 
 
 def _brings_mask_of_images(model: Any) -> bool:
-    """Whether attention is not causal where there are images (Gemma 3 and 4)."""
+    """Whether attention is not causal where there are images (Gemma 3 and 4, PaliGemma)."""
     key = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
     return key == "vision" or "token_type_ids" in inspect.signature(backbone(model).forward).parameters
 
@@ -306,9 +308,10 @@ def finds_positions(model: Any) -> bool:
 
 
 def unreached_modules(model: Any) -> list[str]:
-    """Returns the paths of the modules that no gradient reaches: indexers, `unseen_modules`, and what a vision tower
-    computes behind the hidden states that are read."""
-    return [*indexers(model), *unseen_modules(model), *_unread(model)]
+    """Returns the paths of the modules that no gradient reaches: indexers, `unseen_modules`, of a model that is shown
+    images what is there for sounds, and what its vision tower computes behind the hidden states that are read."""
+    unheard = [path for path in _beside_language_model(model) if _is_for_sounds(path)] if takes_images(model) else []
+    return [*indexers(model), *unseen_modules(model), *unheard, *_unread(model)]
 
 
 def unseen_modules(model: Any) -> list[str]:
@@ -325,7 +328,11 @@ def unseen_modules(model: Any) -> list[str]:
 def vision_paths(model: Any) -> list[str]:
     """Returns the paths of the vision tower and of what follows it, in the order of the forward pass; empty for a model
     that takes no images."""
-    return _beside_language_model(model) if takes_images(model) else []
+    return [path for path in _beside_language_model(model) if not _is_for_sounds(path)] if takes_images(model) else []
+
+
+def _is_for_sounds(path: str) -> bool:
+    return path.rpartition(".")[2] in _FOR_SOUNDS
 
 
 def _unread(model: Any) -> list[str]:

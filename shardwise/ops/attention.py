@@ -5,7 +5,7 @@ d head dim.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from itertools import accumulate, groupby
@@ -71,6 +71,10 @@ class PackedLayout:
     @property
     def num_tokens(self) -> int:
         return sum(count * length for count, length in self.runs)
+
+    def without_blocks(self) -> "PackedLayout":
+        """Returns the layout of the same runs, in which no tokens see each other both ways."""
+        return replace(self, blocks=None)
 
     def chunked(self, size: int) -> "PackedLayout":
         """Returns the layout with every sequence cut into chunks of `size` tokens and a rest.

@@ -29,6 +29,7 @@ from shardwise.families import (
     lacks_choice,
     mask_as_span,
     sequence_mixers,
+    shows_blocks,
     with_release,
 )
 from shardwise.ops import (
@@ -203,9 +204,11 @@ class KVCache:
         softcap: float | None,
         sinks: Tensor | None = None,
         choice: KeyChoice | None = None,
+        in_blocks: bool = True,
     ) -> Tensor:
         """Stores key and value, and attends: query [B or P, H, L, d] -> [B or P, H, L, dv]. Options as in `ops.attend`;
-        `choice` is given in layers with an indexer."""
+        `choice` is given in layers with an indexer, and `in_blocks` is False in those where no tokens of a prompt see
+        each other both ways."""
         self._layers_seen.append(layer)
         chosen = None if choice is None else choice.once(self._chosen_keys)
         assert chosen is None or window is chunk is None, "no family has both"
@@ -220,7 +223,7 @@ class KVCache:
             # Right padding lands beyond a prompt's end, where decode steps overwrite it before they read it.
             keys[self._prefill, :, : key.shape[2]] = key
             values[self._prefill, :, : value.shape[2]] = value
-            if self._blocks is not None:
+            if in_blocks and self._blocks is not None:
                 assert chosen is chunk is None, "no family has both"
                 return _attend_among_blocks(
                     query, key, value, self._blocks, scaling=scaling, window=window, softcap=softcap, sinks=sinks
@@ -441,7 +444,8 @@ def _cached_attention(
     if torch.compiler.is_compiling():
         out = _attend_in_graph(layer, query, key, value, **options)
     else:
-        out = kv_cache.attend(layer, query, key, value, choice=indices, **options)
+        in_blocks = shows_blocks(module)
+        out = kv_cache.attend(layer, query, key, value, choice=indices, in_blocks=in_blocks, **options)
     return out.transpose(1, 2).contiguous(), None  # some families call view on it
 
 

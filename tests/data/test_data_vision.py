@@ -796,7 +796,7 @@ def test_images_for_a_model_that_sees_none_are_refused(tokenizer, picture, tmp_p
     assert "<image>" in tokenizer.decode(loaded.rows[0].token_ids)
 
 
-@pytest.mark.parametrize("family", ["gemma4", "lfm2_vl", "qwen3_omni_moe_thinker"])
+@pytest.mark.parametrize("family", ["aria", "lfm2_vl", "qwen3_omni_moe_thinker"])
 def test_images_of_a_family_that_training_shows_none_to_are_refused_by_its_name(ask, tokenizer, tmp_path, family):
     """Whose processor lies in the folder: rows of words are learnt from."""
     AutoConfig.for_model(family, **FAMILIES[family]).save_pretrained(tmp_path)

@@ -36,8 +36,17 @@ BLOCKS = {
     "llava": ("model.vision_tower.encoder.layers", None),
     "llava_next": ("model.vision_tower.encoder.layers", None),
     "gemma3": ("model.vision_tower.encoder.layers", None),
+    "gemma4": ("model.vision_tower.encoder.layers", torch.bfloat16),
 }
 """Path of a tower's blocks and the dtype of the angles by which they rotate, if not as with Qwen and GLM."""
+
+
+SHARED_KEYS = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}},
+}
 
 
 @pytest.fixture(scope="module", params=vision_families("qwen3_vl", "mistral3"))
@@ -103,7 +112,7 @@ def assert_same_step(found, expected):
 
 
 @pytest.mark.parametrize(
-    "family", vision_families("qwen3_vl", "qwen2_5_vl", "glm4v", "mistral3", "gemma3"), indirect=True
+    "family", vision_families("qwen3_vl", "qwen2_5_vl", "glm4v", "mistral3", "gemma3", "gemma4"), indirect=True
 )
 def test_traps_06_and_10_packed_samples_with_images_are_each_what_they_are_alone(run_ranks, family, folder):
     """Positions and deep-stack features too: one pack holds two images, none, one and none; transformers computes each
@@ -119,10 +128,19 @@ def test_traps_06_and_10_packed_samples_with_images_are_each_what_they_are_alone
     assert all(any(name.startswith(path) for name in gradients) for path in vision_paths(model))
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 64])
-def test_a_window_cuts_what_the_tokens_of_an_image_see(run_ranks, tmp_path, window):
-    """Of Gemma 3, whose images have 4 of them: before a token of an image, not behind it."""
-    model = tiny_vision_model("gemma3", sliding_window=window)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *(("gemma3", {"sliding_window": window}) for window in (1, 2, 5, 64)),
+        *(("gemma4", {"sliding_window": window}) for window in (2, 64)),
+        ("gemma4", {"use_bidirectional_attention": None}),
+        ("gemma4", SHARED_KEYS),
+    ],
+)
+def test_a_window_cuts_what_the_tokens_of_an_image_see(run_ranks, tmp_path, family, settings):
+    """Before a token of an image, not behind it; an image has 4, or 1, 6 and 12. In small models of Gemma 4 they see
+    what is before them, and some layers have the keys of others."""
+    model = tiny_vision_model(family, **settings)
     model.save_pretrained(tmp_path)
     samples = vision_samples(model)
     ((logprobs, gradients, *_),) = run_ranks(step, 1, str(tmp_path), samples, 256, {})
@@ -166,6 +184,8 @@ def shares(folder: str, samples, max_tokens: int):
 
     def count(module, args, kwargs):
         (pixels,), sizes = args or (kwargs["pixel_values"],), kwargs.get("image_sizes")
+        if (places := kwargs.get("pixel_position_ids")) is not None:
+            pixels = places[(places >= 0).all(-1)]
         found.append(len(pixels) if sizes is None else sum(height * width // 16 for height, width in sizes))
 
     tower = engine._model.hf_model.get_submodule(vision_paths(engine._model.hf_model)[0])

@@ -69,7 +69,7 @@ def test_forward_without_a_layout_is_an_error_and_not_full_attention():
 
 
 def test_a_batch_with_blocks_is_masked_and_one_without_goes_to_the_kernel(monkeypatch):
-    """Of the same backend."""
+    """Of the same backend; and so does a layer that shows no image both ways, as those of Gemma 4 without a window."""
     torch.manual_seed(0)
     heads = [torch.randn(1, 2, 5, 4) for _ in range(3)]
     cu_seqlens, blocks = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([-1, -1, -1, 0, 0])
@@ -81,11 +81,14 @@ def test_a_batch_with_blocks_is_masked_and_one_without_goes_to_the_kernel(monkey
 
     backend._kernel = counting
     monkeypatch.setattr("shardwise.engine.attention.varlen_problem", lambda *tensors, sinks: None)
-    found = []
-    for own in (None, blocks):
+    found, causal = [], nn.Module()
+    causal.config = SimpleNamespace(model_type="gemma4_text", layer_types=["full_attention"])
+    causal.layer_idx = 0
+    for module, own in ((nn.Module(), None), (nn.Module(), blocks), (causal, blocks)):
         layout = PackedLayout.from_cu_seqlens(cu_seqlens, device=heads[0].device, blocks=own)
-        found.append(_packed_attention(nn.Module(), *heads, None, packed=PackedCall(layout, backend))[0][0])
-    assert sizes == [5]
+        found.append(_packed_attention(module, *heads, None, packed=PackedCall(layout, backend))[0][0])
+    assert sizes == [5, 5]
+    torch.testing.assert_close(found[2], found[0], rtol=0, atol=1e-6)
     changed = (found[0] - found[1]).abs().amax((1, 2))
     assert changed[[0, 1, 2, 4]].max() < 1e-6
     assert changed[3] > 1e-2

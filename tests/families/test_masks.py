@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from family_table import FAMILIES, random_model
 from torch import nn
 from transformers import AttentionMaskInterface, Qwen3Config
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
 
-from shardwise.families import attention_span, image_blocks, is_own_mask, mask_as_span
+from shardwise.families import attention_span, image_blocks, is_own_mask, mask_as_span, shows_blocks
 
 NAME = "span_of_a_test"
 
@@ -88,3 +89,11 @@ def test_images_are_numbered_by_their_tokens_in_every_row():
     assert [image_blocks(row).tolist() for row in is_image] == expected
     kinds = is_image.int()
     assert torch.equal(image_blocks(is_image), get_block_sequence_ids_for_mask(kinds))
+
+
+def test_layers_of_gemma_4_without_a_window_show_an_image_as_words():
+    layers = {
+        family: random_model(family, FAMILIES[family]).get_decoder().layers for family in ("gemma3", "gemma4", "qwen3")
+    }
+    found = {family: [shows_blocks(layer.self_attn) for layer in own] for family, own in layers.items()}
+    assert found == {"gemma3": [True, True], "gemma4": [True, False] * 2, "qwen3": [True, True]}

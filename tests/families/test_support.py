@@ -8,7 +8,15 @@ from family_checks import CPU, eager_logprobs, sequences
 from family_table import COMMON, FAMILIES, REFUSED, language_model, random_model, save_model
 from ranks import RankError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+)
 
 from shardwise.config import FrozenEngineConfig, ModelError, UserError
 from shardwise.data.packing import pack, unpack
@@ -19,6 +27,7 @@ from shardwise.families import (
     hand_on_keywords,
     language_model_class,
     proven_record,
+    sees_images_both_ways,
     unseen_modules,
     unsupported_reason,
     vision_reason,
@@ -305,7 +314,7 @@ def test_what_no_word_reaches_is_named():
         ("qwen3_vl", None),
         ("exaone4_5", None),
         ("gemma3", None),
-        ("gemma4", "where there are images tokens see others behind them, in a way of its own"),
+        ("gemma4", None),
         ("qwen3_omni_moe_thinker", "it has no mm_token_type_ids among what get_rope_index takes"),
         ("hunyuan_vl", "it has no vision tower of a kind that images are prepared for"),
     ],
@@ -313,6 +322,24 @@ def test_what_no_word_reaches_is_named():
 def test_a_model_is_shown_images_if_its_tower_and_its_positions_are_of_a_known_kind(family, reason):
     found = vision_reason(random_model(family, FAMILIES[family]))
     assert found == reason or found.endswith(f"is not supported as a model that sees images: {reason}")
+
+
+def test_a_model_whose_words_see_others_behind_them_where_there_are_images_is_shown_none():
+    """PaliGemma's see all of their prompt."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = COMMON | {"model_type": "gemma", "head_dim": 8}
+    with torch.device("meta"):
+        model = PaliGemmaForConditionalGeneration(PaliGemmaConfig(text_config=text, vision_config=vision))
+    assert "images: where there are images tokens see others behind them, in a way of its own" in vision_reason(model)
+
+
+def test_gemma_4_sees_images_both_ways_where_its_config_says_so():
+    options = FAMILIES["gemma4"]
+    assert sees_images_both_ways(random_model("gemma4", options))
+    causal = options | {"text_config": options["text_config"] | {"use_bidirectional_attention": None}}
+    model = random_model("gemma4", causal)
+    assert not sees_images_both_ways(model)
+    assert vision_reason(model) is None
 
 
 def test_a_whole_checkpoint_is_built_where_transformers_has_a_class_for_all_but_its_head():

@@ -110,18 +110,20 @@ def test_tokens_of_a_block_see_each_other_while_a_prompt_is_read_and_never_after
     monkeypatch, window, softcap, is_varlen
 ):
     """Of padded prompts with blocks and without; also where a kernel would compute a window. A token that is decoded
-    sees what is before it, and later prompts have no blocks."""
+    sees what is before it, later prompts may have no blocks, and in some layers none see each other."""
     if is_varlen:
         stand_in_kernels(monkeypatch)
     options = {"scaling": 0.7, "chunk": None, "window": window, "softcap": softcap}
+    causal = options | {"in_blocks": False}
     sequences = [Sequence(length, seed) for seed, length in enumerate((9, 5, 7))]
     blocks = torch.full((3, 9), -1)
     blocks[0, 1:3], blocks[0, 3:7], blocks[2, 6] = 0, 1, 0
     ends = [[0, 2, 2, 6, 6, 6, 6, 7, 8], [*range(5)], [*range(7)]]
     cache = KVCache(num_rows=NUM_ROWS + 3, capacity_tokens=20, device=torch.device("cpu"))
     seen = {"window": window, "softcap": softcap}
-    for own_blocks, own_ends in ((blocks, ends), (None, [[*range(length)] for length in (9, 5, 7)])):
-        out = prefill(cache, sequences, [0, 1, 2], 0, options, own_blocks)
+    before = [[*range(length)] for length in (9, 5, 7)]
+    for own_blocks, own_ends, own in ((blocks, ends, options), (None, before, options), (blocks, before, causal)):
+        out = prefill(cache, sequences, [0, 1, 2], 0, own, own_blocks)
         for row, sequence in enumerate(sequences):
             for place, end in enumerate(own_ends[row]):
                 first = 0 if window is None else max(0, place + 1 - window)

@@ -5,11 +5,21 @@ from typing import Any
 from shardwise.config import ModelError
 from shardwise.data.image_processors.base import Extent, ImageProcessor
 from shardwise.data.image_processors.gemma3 import Gemma3Processor
+from shardwise.data.image_processors.gemma4 import Gemma4Processor
 from shardwise.data.image_processors.grid import GridProcessor
 from shardwise.data.image_processors.internvl import InternVLProcessor
 from shardwise.data.image_processors.llava import LlavaNextProcessor, LlavaProcessor
 from shardwise.data.image_processors.pixtral import PixtralProcessor
-from shardwise.families import Gemma3Tower, GridTower, InternVLTower, LlavaNextTower, LlavaTower, PixtralTower, Tower
+from shardwise.families import (
+    Gemma3Tower,
+    Gemma4Tower,
+    GridTower,
+    InternVLTower,
+    LlavaNextTower,
+    LlavaTower,
+    PixtralTower,
+    Tower,
+)
 
 _PROCESSORS: dict[type[Tower], type[ImageProcessor[Any]]] = {
     GridTower: GridProcessor,
@@ -18,6 +28,7 @@ _PROCESSORS: dict[type[Tower], type[ImageProcessor[Any]]] = {
     LlavaTower: LlavaProcessor,
     LlavaNextTower: LlavaNextProcessor,
     Gemma3Tower: Gemma3Processor,
+    Gemma4Tower: Gemma4Processor,
 }
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from shardwise.families.towers.base import Tower
 from shardwise.families.towers.gemma3 import Gemma3Tower
+from shardwise.families.towers.gemma4 import Gemma4Tower
 from shardwise.families.towers.grid import GridTower
 from shardwise.families.towers.internvl import InternVLTower
 from shardwise.families.towers.llava import LlavaNextTower, LlavaTower
@@ -25,6 +26,8 @@ def tower_of(config: Any) -> Tower | None:
             return PixtralTower.of(config)
         case "gemma3", "siglip_vision_model":
             return Gemma3Tower.of(config)
+        case "gemma4", "gemma4_vision":
+            return Gemma4Tower.of(vision)
         case "internvl", _:
             return InternVLTower.of(config)
         case "llava", "clip_vision_model" | "siglip_vision_model":
