@@ -24,8 +24,8 @@ class Images:
     """What a model with a vision tower sees in one sequence: I images, in the order of their placeholders."""
 
     pixel_values: Tensor
-    """[N, F] float32: N patches of F values, of all images in rows from the top (Qwen, GLM, Pixtral); or N tiles of 3
-    channels, height and width (InternVL, LLaVA)."""
+    """[N, F] float32: N patches of F values, of all images in rows from the top (Qwen, GLM, Pixtral, Gemma 4); or N
+    tiles of 3 channels, height and width (InternVL, LLaVA, Gemma 3)."""
     num_patches: Tensor
     """[I] int64: how many of them each image has."""
     num_tokens: Tensor
