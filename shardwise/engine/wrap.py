@@ -28,9 +28,9 @@ def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
     """Returns the paths of the layers, in the order of the forward pass: what is sharded, checkpointed and compiled one
     by one.
 
-    Without names from the user: the decoder layers, and, of what `_no_split_modules` names, lists of modules outside
-    them (vision blocks). `_no_split_modules` alone is not enough: some families leave it empty, and others name parts
-    of a layer or embeddings in it.
+    Without names from the user: the decoder layers, and, outside them, the modules of lists that are or hold what
+    `_no_split_modules` names (vision blocks). `_no_split_modules` alone is not enough: some families leave it empty,
+    and others name parts of a layer or embeddings in it.
 
     Raises:
         ConfigError: a class name that no module has, or one inside another.
@@ -47,13 +47,17 @@ def layer_paths(model: PreTrainedModel, policy: WrapPolicyConfig) -> list[str]:
     path_of = {id(module): path for path, module in model.named_modules()}
     layers = [path_of[id(layer)] for layer in decoder_layers(model)]
     named = set(model._no_split_modules or ())
-    blocks = [
-        path
-        for path, module in model.named_modules()
-        if type(module).__name__ in named and path.rpartition(".")[2].isdigit()
-    ]
-    outside = [path for path in blocks if not any(is_within(path, layer) for layer in layers)]
+    blocks = dict.fromkeys(_member(path) for path, module in model.named_modules() if type(module).__name__ in named)
+    outside = [path for path in blocks if path and not any(is_within(path, layer) for layer in layers)]
     return [*outside, *layers]
+
+
+def _member(path: str) -> str:
+    """Returns the path of the module of the innermost list that `path` is or lies in; empty if it lies in none."""
+    parts = path.split(".")
+    while parts and not parts[-1].isdigit():
+        parts.pop()
+    return ".".join(parts)
 
 
 def _paths_of_classes(model: PreTrainedModel, class_names: Sequence[str], key: str) -> list[str]:

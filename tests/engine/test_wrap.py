@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_table import FAMILIES as FAMILY_TABLE
-from family_table import save_model
+from family_table import random_model, save_model
 from ranks import RankError
 from tiny_models import random_samples, tiny_folder
 from torch.distributed.fsdp import FSDPModule
@@ -60,6 +60,10 @@ def gemma_vl():
         return Gemma3ForConditionalGeneration(config)
 
 
+def ovis():
+    return random_model("ovis2", FAMILY_TABLE["ovis2"])
+
+
 def qwen_moe():
     experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
     with torch.device("meta"):
@@ -71,10 +75,12 @@ def qwen_moe():
     [
         (qwen_vl, [f"model.visual.blocks.{i}" for i in range(3)]),
         (gemma_vl, [f"model.vision_tower.encoder.layers.{i}" for i in range(3)]),
+        (ovis, ["model.vision_tower.transformer.encoder.layers.0"]),
     ],
 )
 def test_vision_blocks_and_decoder_layers_are_units_without_being_named(build, vision_blocks):
-    """Gemma 3 also names the vision tower's embeddings and pooling head in `_no_split_modules`: no layers."""
+    """Gemma 3 also names the vision tower's embeddings and pooling head in `_no_split_modules`: no layers. Ovis 2 names
+    the attention of a block."""
     assert layer_paths(build(), WrapPolicyConfig()) == [*vision_blocks, *LANGUAGE_LAYERS]
 
 
