@@ -145,7 +145,10 @@ def image_form(tokenizer: "PreTrainedTokenizerBase", template: str) -> ImageForm
         return _written(tokenizer, template, [{"role": "user", "content": list(parts)}]) or ""
 
     opening, words, _ = asked(text_part(first)).partition(first)
-    text = asked(IMAGE, text_part(first)).partition(first)[0].removeprefix(opening)
+    shown = asked(IMAGE, text_part(first)).partition(first)[0]
+    # SmolVLM's opens with a space where words come first.
+    num_common = next((at for at, letter in enumerate(opening) if not shown.startswith(letter, at)), len(opening))
+    text = shown[num_common:]
     among = asked(text_part(first), IMAGE, text_part(second))
     if not words or not text or _LIST.search(among):
         return ImageForm("", "elsewhere")

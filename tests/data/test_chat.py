@@ -2,7 +2,7 @@ import json
 import re
 
 import pytest
-from llava_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL
+from hub_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace as MetaspaceDecoder
 from tokenizers.models import Unigram

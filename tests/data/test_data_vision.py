@@ -12,7 +12,7 @@ import pytest
 import torch
 from family_table import FAMILIES
 from gemma3_template import GEMMA_3
-from llava_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL
+from hub_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL
 from PIL import Image
 from pyarrow import parquet
 from tiny_models import GRID_FAMILIES, PLACED_FAMILIES, tiny_vision_model

@@ -3,7 +3,7 @@
 from copy import copy
 
 import pytest
-from llava_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL
+from hub_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL, SMOLVLM
 from vision_folders import MARK, TEMPLATE, WORDS, tokenizer_with_images
 
 from shardwise.data.chat import render_prompt
@@ -77,6 +77,7 @@ ROLES = ("system", "user", "assistant", "tool")
         (SORTED, "user", "user"),
         (LLAVA_1_5, "system user assistant tool", "system user assistant tool"),
         (LLAVA_1_6_MISTRAL, "user", "user"),
+        (SMOLVLM, "system user assistant tool", "system user assistant tool"),
     ],
 )
 def test_roles_whose_parts_a_template_writes_are_known(tokenizer, template, words, images):
@@ -119,6 +120,7 @@ def test_a_template_takes_parts_only_if_it_does_wherever_it_takes_words(tokenize
         (LINES, ImageForm("<|image_pad|>", "in place")),
         (FIRST_PART, ImageForm("<|image_pad|>", "in place")),
         (SORTED, ImageForm("<|image_pad|>", "in place")),
+        (SMOLVLM, ImageForm("<image>", "in place")),
         (LLAVA_1_5, ImageForm("<image>\n", "in front")),
         (LLAVA_1_6_MISTRAL, ImageForm("<image>\n", "in front")),
         (STRINGS, ImageForm("", "elsewhere")),
