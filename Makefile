@@ -45,9 +45,10 @@ test-faults: install
 
 # The rollout engines' contract with vLLM's CPU build among them, and GRPO with it. It needs an environment of its own:
 # vLLM and Shardwise's are tested with different releases of transformers. torchvision, which its models that see images import,
-# lies apart: PyPI has it for CUDA alone (tests/cpu_torchvision).
+# lies apart: PyPI has it for CUDA alone (tests/cpu_torchvision). The image processor of LFM2-VL needs it too.
 test-vllm: $(VLLM_VENV)/installed
 	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/torchvision:$(CURDIR)/tests/cpu_torchvision $(VLLM_VENV)/bin/python -m pytest tests/contract tests/rollout/test_vllm*.py tests/e2e/test_vllm_end_to_end.py
+	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/torchvision:$(CURDIR)/tests/cpu_torchvision $(VLLM_VENV)/bin/python -m pytest -m '' -k lfm2_vl tests/data
 
 $(VLLM_VENV)/installed: pyproject.toml constraints.txt requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

@@ -24,15 +24,15 @@ class Images:
     """What a model with a vision tower sees in one sequence: I images, in the order of their placeholders."""
 
     pixel_values: Tensor
-    """[N, F] float32: N patches of F values, of all images in rows from the top (Qwen, GLM, Pixtral, Gemma 4); or N
-    tiles of 3 channels, height and width (InternVL, LLaVA, Gemma 3)."""
+    """[N, F] float32: N patches of F values, of all images in rows from the top (Qwen, GLM, Pixtral, Gemma 4, LFM2-VL);
+    or N tiles of 3 channels, height and width (InternVL, LLaVA, Gemma 3, Idefics 3)."""
     num_patches: Tensor
     """[I] int64: how many of them each image has."""
     num_tokens: Tensor
     """[I] int64: how many tokens of a sequence stand for each image."""
     sizes: Tensor
     """[I, 3] int64: patches of each image in time, height and width, before they are merged (Qwen, GLM); or [I, 2]: its
-    height and width in pixels."""
+    height and width in pixels; or [I, 5]: its tiles (LFM2-VL: see Lfm2VlTower)."""
 
     @classmethod
     def joined(cls, parts: "Sequence[Images]") -> Self:

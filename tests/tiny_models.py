@@ -160,7 +160,20 @@ PLACED_FAMILIES = (
 """Those that see images and find the positions of their tokens themselves."""
 GRID_FAMILIES = (*PLACED_FAMILIES, "exaone4_5")
 """Those whose tower is given the grid of an image."""
-VISION_FAMILIES = (*GRID_FAMILIES, "mistral3", "internvl", "llava", "pixtral", "llava_next", "gemma3", "gemma4")
+VISION_FAMILIES = (
+    *GRID_FAMILIES,
+    "mistral3",
+    "internvl",
+    "llava",
+    "pixtral",
+    "llava_next",
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+    "lfm2_vl",
+    "gemma3",
+    "gemma4",
+)
 IMAGE, VIDEO, VISION_START, VISION_END = 5, 6, 7, 8
 ROW_END = 9
 """Token ids of the tiny models that see images."""
@@ -198,7 +211,10 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
     patch; untied. llava_next: the tower of llava, on tiles of 8 x 8 pixels; untied. gemma3: SigLIP, of whose 16 patches
     4 tokens are made, which see each other both ways; a window of 3 in the first decoder layer; untied.
     gemma4: tokens of an image see each other both ways in the first decoder layer alone, in its window of 3; every
-    layer has embeddings of its own; an audio tower beside the other; untied.
+    layer has embeddings of its own; an audio tower beside the other; untied. idefics3: tiles of 16 x 16 pixels and 4
+    tokens, with Llama behind; untied. smolvlm: likewise, tied. llava_onevision: SigLIP on tiles of 8 x 8 pixels and 4
+    tokens, more than two of which are scaled down, with Qwen 2 behind; untied. lfm2_vl: SigLIP 2, whose learned
+    positions are scaled to the size of each tile; a short convolution in the first decoder layer; tied.
     """
     from transformers import (
         AutoModelForImageTextToText,
@@ -209,9 +225,12 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         Glm4vMoeConfig,
         Glm46VConfig,
         GlmOcrConfig,
+        Idefics3Config,
         InternVLConfig,
+        Lfm2VlConfig,
         LlavaConfig,
         LlavaNextConfig,
+        LlavaOnevisionConfig,
         Mistral3Config,
         Qwen2_5_VLConfig,
         Qwen2VLConfig,
@@ -219,6 +238,7 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
         Qwen3_5MoeConfig,
         Qwen3VLConfig,
         Qwen3VLMoeConfig,
+        SmolVLMConfig,
     )
 
     text = {
@@ -352,6 +372,33 @@ def tiny_vision_model(family: str, *, seed: int = 0, **overrides):
             eoi_token_id=VISION_END,
             image_token_id=IMAGE,
             video_token_id=VIDEO,
+        ),
+        "llava_onevision": lambda: LlavaOnevisionConfig(
+            text_config=counted | {"model_type": "qwen2"} | overrides,
+            vision_config=picture | {"model_type": "siglip_vision_model", "image_size": 8, "vision_use_head": False},
+            image_grid_pinpoints=[[8, 16], [16, 8], [16, 16], [8, 24]],
+            vision_aspect_ratio="anyres_max_2",
+            image_token_index=IMAGE,
+            video_token_index=VIDEO,
+        ),
+        "lfm2_vl": lambda: Lfm2VlConfig(
+            text_config=counted | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]} | overrides,
+            vision_config={name: value for name, value in picture.items() if name != "image_size"}
+            | {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
+            projector_hidden_size=32,
+            image_token_id=IMAGE,
+        ),
+        "idefics3": lambda: Idefics3Config(
+            text_config=counted | {"model_type": "llama"} | overrides,
+            vision_config=picture,
+            tie_word_embeddings=False,
+            image_token_id=IMAGE,
+        ),
+        "smolvlm": lambda: SmolVLMConfig(
+            text_config=counted | {"model_type": "llama"} | overrides,
+            vision_config=picture,
+            tie_word_embeddings=True,
+            image_token_id=IMAGE,
         ),
         "qwen2_vl": lambda: Qwen2VLConfig(
             text_config=text | overrides,

@@ -2,9 +2,11 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from tiny_models import tiny_vision_model
 from transformers import (
@@ -14,13 +16,21 @@ from transformers import (
     Gemma4ImageProcessorPil,
     Gemma4Processor,
     GotOcr2ImageProcessorPil,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
     InternVLProcessor,
+    Lfm2VlImageProcessor,
+    Lfm2VlProcessor,
     LlavaNextImageProcessorPil,
     LlavaNextProcessor,
+    LlavaOnevisionImageProcessorPil,
+    LlavaOnevisionProcessor,
     LlavaProcessor,
     PixtralImageProcessorPil,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
+    SmolVLMImageProcessorPil,
+    SmolVLMProcessor,
 )
 from vision_samples import pixtral_processor
 
@@ -89,6 +99,42 @@ def gemma4(tokenizer):
         return Gemma4Processor(None, images, tokenizer, None)
 
 
+def llava_onevision(tokenizer):
+    config = tiny_vision_model("llava_onevision").config
+    pinpoints = config.image_grid_pinpoints
+    images = LlavaOnevisionImageProcessorPil(size={"height": 8, "width": 8}, image_grid_pinpoints=pinpoints)
+    options = {"vision_feature_select_strategy": "full", "vision_aspect_ratio": config.vision_aspect_ratio}
+    with patch.object(LlavaOnevisionProcessor, "check_argument_for_proper_class"):  # that of videos needs torchvision
+        return LlavaOnevisionProcessor(images, tokenizer, num_image_tokens=4, **options)
+
+
+def lfm2_vl(tokenizer):
+    pytest.importorskip("torchvision")  # transformers has no other image processor for it
+    limits = {"min_image_tokens": 2, "max_image_tokens": 16, "max_pixels_tolerance": 0.5, "max_tiles": 6}
+    images = Lfm2VlImageProcessor(encoder_patch_size=4, tile_size=16, **limits)
+    return Lfm2VlProcessor(images, tokenizer)
+
+
+def idefics3(tokenizer):
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 48}, max_image_size={"longest_edge": 16})
+    return Idefics3Processor(images, tokenizer, image_seq_len=4)
+
+
+def smolvlm(tokenizer):
+    images = SmolVLMImageProcessorPil(size={"longest_edge": 48}, max_image_size={"longest_edge": 16})
+    videos = SimpleNamespace(num_frames=8, fps=1)  # transformers' needs torchvision, and num2words counts frames
+    unchecked = patch.object(SmolVLMProcessor, "check_argument_for_proper_class")
+    with unchecked, patch("transformers.models.smolvlm.processing_smolvlm.num2words"):
+        return SmolVLMProcessor(images, tokenizer, videos, image_seq_len=4)
+
+
+CUT = ["<image>", "<|image_start|>", "<|image_end|>", "<video>", "<|img_thumbnail|>"]
+CUT += [f"<|img_row_{row}_col_{column}|>" for row in (1, 2, 3) for column in (1, 2, 3)]
+"""Special tokens of LFM2-VL."""
+TILED = ["<image>", "<fake_token_around_image>", "<global-img>"]
+TILED += [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
+TILED += ["<end_of_utterance>"]
+"""Special tokens of Idefics 3 and SmolVLM."""
 MARKED = {
     "mistral3": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", pixtral),
     "pixtral": (["[IMG]", "[IMG_BREAK]", "[IMG_END]"], "[IMG]", partial(pixtral, merge_size=1)),
@@ -97,6 +143,10 @@ MARKED = {
     "llava_next": (["<image>"], "<image>\n", llava_next),
     "gemma3": (["<image_soft_token>", "<start_of_image>", "<end_of_image>"], "<start_of_image>", gemma3),
     "gemma4": (["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"], "<|image|>", gemma4),
+    "llava_onevision": (["<image>"], "<image>", llava_onevision),
+    "lfm2_vl": (CUT, "<image>", lfm2_vl),
+    "idefics3": (TILED, "<image>", idefics3),
+    "smolvlm": (TILED, "<image>", smolvlm),
 }
 """Special tokens of families whose processor writes marks around or into an image, what their chat template writes for
 one, and the processor."""

@@ -1,6 +1,7 @@
 """Samples with images for the tiny models of tiny_models.py, and what transformers says about them."""
 
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,8 +23,12 @@ GRIDS = ([(1, 4, 6), (1, 2, 2)], [], [(1, 6, 8)], [])
 """Height and width of the images of each sample, in patches: two of them, none, one, none."""
 
 
-TILE = {"internvl": 16, "llava": 8, "gemma3": 16}
+TILE = {"internvl": 16, "llava": 8, "gemma3": 16, "idefics3": 16, "smolvlm": 16}
 """Pixels of a tile, of 4 tokens, in height and width."""
+ANYRES = ("llava_next", "llava_onevision")
+"""Families that see a picture in tiles of 8 x 8 pixels as its proportions say."""
+MARKED_TILES = ("idefics3", "smolvlm")
+"""Families that see a mark before each tile."""
 
 
 def vision_families(*quick: str, of: Sequence[str] = VISION_FAMILIES) -> list[Any]:
@@ -40,7 +45,7 @@ def vision_sample(model, uid: str, grids: Sequence[tuple[int, int, int]], *, see
 
     parts = [words(3)]
     for grid in grids:
-        parts += [torch.tensor([VISION_START, *placeholder(model, grid), VISION_END]), words(2)]
+        parts += [torch.tensor([VISION_START, *placeholder(model, grid, len(grids)), VISION_END]), words(2)]
     tokens = torch.cat([*parts, words(4)])
     mask = (torch.arange(len(tokens)) > 1) & (tokens != IMAGE)
     if not grids:
@@ -65,17 +70,21 @@ def pixtral_merges(model) -> int:
 
 
 def num_tiles(model, grid: tuple[int, int, int]) -> int:
-    """LLaVA's and Gemma 3's is one; InternVL's are of 4 x 4 patches."""
-    return max(1, grid[1] * grid[2] // 16) if model.config.model_type == "internvl" else 1
+    """LLaVA's and Gemma 3's is one; the others' are of 4 x 4 patches."""
+    return 1 if model.config.model_type in ("llava", "gemma3") else max(1, grid[1] * grid[2] // 16)
 
 
-def placeholder(model, grid: tuple[int, int, int]) -> list[int]:
-    """The tokens between the marks of an image of such a grid of patches."""
+def placeholder(model, grid: tuple[int, int, int], num_images: int) -> list[int]:
+    """The tokens between the marks of an image of such a grid of patches, one of several in its sample."""
     _, height, width = grid_seen(model, grid)
     if merge_size := pixtral_merges(model):
         return [*[IMAGE] * (width // merge_size), ROW_END] * (height // merge_size)
-    if model.config.model_type == "llava_next":
-        return [IMAGE] * int(drawn_images(model, [grid], torch.Generator()).num_tokens)
+    if model.config.model_type in ANYRES:
+        return [IMAGE] * int(drawn_images(model, [grid] * num_images, torch.Generator()).num_tokens[0])
+    if model.config.model_type in MARKED_TILES:
+        return [ROW_END, *[IMAGE] * 4] * num_tiles(model, grid)
+    if model.config.model_type == "lfm2_vl":
+        return [token for shape in tiles_of(grid) for token in (ROW_END, *[IMAGE] * (math.prod(shape) // 4))]
     if model.config.model_type in TILE:
         return [IMAGE] * 4 * num_tiles(model, grid)
     return [IMAGE] * (height * width // 4)
@@ -92,8 +101,12 @@ def drawn_images(model, grids: Sequence[tuple[int, int, int]], generator: torch.
     if model.config.model_type == "gemma4":
         pixels = torch.rand(int(num_patches.sum()), 3 * 4 * 4, generator=generator)
         return Images(pixel_values=pixels, num_patches=num_patches, num_tokens=num_patches // 4, sizes=4 * sizes[:, 1:])
-    if model.config.model_type == "llava_next":
+    if model.config.model_type in ANYRES:
         return images_in_tiles(model, 4 * sizes[:, 1:], generator)
+    if model.config.model_type == "lfm2_vl":
+        pixels = torch.randn(int(num_patches.sum()), 3 * 4 * 4, generator=generator)
+        cut = torch.tensor([[1, len(tiles_of(grid)) - 1 or 1, 4, *tiles_of(grid)[-1]] for grid in grids])
+        return Images(pixel_values=pixels, num_patches=num_patches, num_tokens=num_patches // 4, sizes=cut)
     if side := TILE.get(model.config.model_type):
         tiles = torch.tensor([num_tiles(model, grid) for grid in grids])
         pixels = torch.randn(int(tiles.sum()), 3, side, side, generator=generator)
@@ -113,15 +126,26 @@ def reference_logits(model, sample: Sample) -> Tensor:
     return logits
 
 
+def tiles_of(grid: tuple[int, int, int]) -> list[tuple[int, int]]:
+    """Height and width in patches of LFM2-VL's tiles of an image: of a large one two squares, and the whole picture."""
+    return [(4, 4)] * 3 if grid == (1, 6, 8) else [grid[1:]]
+
+
 def images_in_tiles(model, sizes: Tensor, generator: torch.Generator) -> Images:
-    """As LLaVA-NeXT reads them; how many tokens they are, says the model."""
-    pinpoints = model.config.image_grid_pinpoints
-    tiles = torch.tensor([image_size_to_num_patches(size, pinpoints, 8) for size in sizes.tolist()])
+    """As LLaVA-NeXT and LLaVA-OneVision read them; how many tokens they are, says the model."""
+    pinpoints, counted = model.config.image_grid_pinpoints, several(model, len(sizes))
+    is_cut = not counted or len(sizes) == 1
+    tiles = torch.tensor([image_size_to_num_patches(size, pinpoints, 8) if is_cut else 1 for size in sizes.tolist()])
     pixels = torch.randn(int(tiles.sum()), 3, 8, 8, generator=generator)
     dtype = next(model.parameters()).dtype
     with torch.no_grad():
-        features = model.model.get_image_features(pixels.to(dtype), sizes, return_dict=True).pooler_output
+        features = model.model.get_image_features(pixels.to(dtype), sizes, **counted, return_dict=True).pooler_output
     return Images(pixel_values=pixels, num_patches=tiles, num_tokens=torch.tensor([*map(len, features)]), sizes=sizes)
+
+
+def several(model, num_images: int) -> dict[str, Tensor]:
+    """What LLaVA-OneVision is told beside the images of a sample, for it looks at one more closely than at several."""
+    return {"batch_num_images": torch.tensor([num_images])} if model.config.model_type == "llava_onevision" else {}
 
 
 def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
@@ -131,10 +155,15 @@ def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
         return {}
     if pixtral_merges(model):
         return {"pixel_values": padded(sample.images), "image_sizes": sample.images.sizes}
-    if model.config.model_type == "llava_next":
+    if model.config.model_type in ANYRES:
         parts = sample.images.pixel_values.split(sample.images.num_patches.tolist())
         pixels = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
-        return {"pixel_values": pixels, "image_sizes": sample.images.sizes}
+        counted = several(model, len(sample.images.sizes))
+        return {"pixel_values": pixels, "image_sizes": sample.images.sizes} | counted
+    if model.config.model_type in MARKED_TILES:
+        return {"pixel_values": sample.images.pixel_values[None]}
+    if model.config.model_type == "lfm2_vl":
+        return padded_tiles(sample.images)
     kinds = (sample.token_ids == model.config.image_token_id).int()[None]
     if model.config.model_type == "gemma4":
         return padded_patches(sample.images) | {"mm_token_type_ids": kinds}
@@ -143,6 +172,25 @@ def transformers_inputs(model, sample: Sample) -> dict[str, Tensor]:
         return seen | ({"token_type_ids": kinds} if model.config.model_type == "gemma3" else {})
     seen = {"pixel_values": sample.images.pixel_values, "image_grid_thw": sample.images.sizes}
     return seen | ({"mm_token_type_ids": kinds} if finds_positions(model) else {})
+
+
+def padded_tiles(images: Images) -> dict[str, Tensor]:
+    """Of LFM2-VL, every tile padded to 64 patches."""
+    shapes = []
+    for (rows, columns, side, *whole), num_patches in zip(images.sizes.tolist(), images.num_patches, strict=True):
+        squares = [[side, side]] * (rows * columns) if rows * columns > 1 else []
+        shapes += [*squares, whole] if num_patches > len(squares) * side**2 else squares
+    pixels, mask, patches = (
+        torch.zeros(len(shapes), 64, 48),
+        torch.zeros(len(shapes), 64).int(),
+        iter(images.pixel_values),
+    )
+    for tile, (height, width) in enumerate(shapes):
+        mask[tile, : height * width] = 1
+        for place in range(height * width):
+            pixels[tile, place] = next(patches)
+    pixels = pixels.to(images.pixel_values.dtype)
+    return {"pixel_values": pixels, "spatial_shapes": torch.tensor(shapes), "pixel_attention_mask": mask}
 
 
 def padded(images: Images) -> Tensor:

@@ -29,20 +29,23 @@ class ImageTokens:
         """How `image_id` is spelt."""
         return str(self._tokenizer.decode([self.image_id]))
 
-    def named(self, name: str) -> int:
-        """The token that the tokenizer itself calls `name`."""
-        return self._token_id(self.spelling(name))
-
-    def spelling(self, name: str) -> str:
-        """How the token is spelt that the tokenizer itself calls `name`."""
-        token = getattr(self._tokenizer, name, None)
+    def named(self, name: str, default: str | None = None) -> int:
+        """The token that the tokenizer itself calls `name`, or `default`."""
+        token = getattr(self._tokenizer, name, default)
         if token is None:
             raise ModelError(
                 f"{self._folder}: the tokenizer does not say what its {name} is, which the model's processor writes "
                 f'beside an image; name it under "extra_special_tokens" in tokenizer_config.json'
             )
-        assert isinstance(token, str)
-        return token
+        return self._token_id(token)
+
+    def spelling(self, name: str, default: str | None = None) -> str:
+        """How the token is spelt that is `named` so."""
+        return str(self._tokenizer.convert_ids_to_tokens(self.named(name, default)))
+
+    def encoded(self, text: str) -> list[int]:
+        """The tokens of a text that begins and ends with marks, whatever stands around it."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     @cached_property
     def _configured(self) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class ImageReader:
         except (ImportError, ValueError, TypeError, OSError) as error:
             raise ModelError(
                 f"{path}: the image processor cannot be loaded ({in_one_line(error)[:300]}); it needs the "
-                "package pillow (pip install pillow)"
+                "package pillow (pip install pillow), and that of LFM2-VL torchvision too"
             ) from None
         try:
             processor = image_processor_for(tower, found)
@@ -171,6 +171,10 @@ class ImageReader:
             size=extent.size,
         )
 
+    def together(self, image_refs: list[ImageRef]) -> list[ImageRef]:
+        """Returns what becomes of the images of one conversation."""
+        return [self._processor.beside_others(one) for one in image_refs] if len(image_refs) > 1 else image_refs
+
     def mark(self, tokens: ImageTokens) -> str:
         """See `ImageProcessor.mark`."""
         return self._processor.mark(tokens)
@@ -194,7 +198,7 @@ class ImageReader:
         return Images.joined(found)
 
     def _read(self, image_ref: ImageRef) -> Images:
-        pixels, size = self._processor.cut(_decoded(image_ref))
+        pixels, size = self._processor.patches_of(_decoded(image_ref), image_ref)
         if size != image_ref.size:
             raise DataError(f"{image_ref.name} has another size than when the rows were read; leave it alone meanwhile")
         return Images(

@@ -182,6 +182,10 @@ class Vision:
         """See `ImageReader.open`."""
         return self._reader.open(cell, folder, name)
 
+    def together(self, image_refs: list[ImageRef]) -> list[ImageRef]:
+        """See `ImageReader.together`."""
+        return self._reader.together(image_refs)
+
     @property
     def _spelt(self) -> str:
         """What no row may spell, for errors."""
@@ -362,7 +366,7 @@ class _Taking:
                 f"places for {self._num_from_column}: {PLACEHOLDER} in a string, or {{"
                 f'"type": "image"}} in a list; give as many as there are images{self._vision.way_to_spell}'
             )
-        return self._image_refs
+        return self._vision.together(self._image_refs)
 
     def _placed(self, parts: list[Part]) -> list[Part]:
         """The parts of a message, of which a template that writes images first would move none with words."""

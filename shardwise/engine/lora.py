@@ -35,6 +35,8 @@ FILE_PREFIX = "base_model.model."
 
 REFUSED_BY_PEFT = {"falcon_h1": {"out_proj"}, "nemotron_h": {"out_proj"}}
 """By family, the layers whose weight the fused kernels of state spaces read without calling the layer."""
+_CAST_TO = {"lfm2_vl": {"patch_embedding"}}
+"""By family, the layers whose inputs are cast to the dtype of their weight before they are called."""
 
 TASK_TYPES: Mapping[HeadName, str] = {
     "logprobs": "CAUSAL_LM",
@@ -256,7 +258,8 @@ def _called_linear_layers(model: PreTrainedModel, saved: list[str]) -> list[str]
     attentions = [name for name, part in model.named_modules() if isinstance(part, nn.MultiheadAttention)]
     whole = [*saved, *indexers(model), *attentions]
     head = model.get_output_embeddings()
-    read = REFUSED_BY_PEFT.get(model.config.model_type, set())
+    family = model.config.model_type
+    read = REFUSED_BY_PEFT.get(family, set()) | _CAST_TO.get(family, set())
     return [
         name
         for name, part in model.named_modules()

@@ -99,15 +99,14 @@ class ScoringModel(nn.Module):
                 "lower engine.max_tokens_per_micro_batch"
             )
         call = PackedCall(tokens.layout, backend)
-        seen = {}
+        given: dict[str, Any] = {"input_ids": tokens.input_ids[None]}
         if self.tower is not None and tokens.images is not None:
-            seen = self.tower.look(backbone(self.hf_model), tokens.images, backend.ulysses)
+            given = self.tower.look(backbone(self.hf_model), tokens.input_ids[None], tokens.images, backend.ulysses)
         hidden = backbone(self.hf_model)(
-            input_ids=tokens.input_ids[None],
+            **given,
             position_ids=tokens.position_ids.unsqueeze(-2),
             use_cache=False,
             packed=call,
-            **seen,
         ).last_hidden_state[0]
         if call.num_attention_calls != self._num_attentions:
             raise ModelError(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModulePrecisionConfig
 from shardwise.engine.names import CONTAINERS, closest_modules, has_parameters, is_within
-from shardwise.families import vision_paths
+from shardwise.families import tower_of, vision_paths
 
 
 class Precision:
@@ -25,7 +25,8 @@ class Precision:
         Raises:
             ConfigError: an entry of module_precision matches no module, or has no effect.
         """
-        self._vision = vision_paths(model)
+        tower = tower_of(model.config)
+        self._casting = [] if tower is None or tower.follows_first_parameter else vision_paths(model)
         self._compute: torch.dtype = getattr(torch, config.param_dtype)
         self._reduce: torch.dtype = self._compute
         self._master: torch.dtype = self._compute
@@ -61,10 +62,10 @@ class Precision:
         """Returns the policy of the unit at `path`; None stands for the root."""
         at = None if path is None else self._override_of(path)
         if path is None or at is None:
-            # A vision tower casts pixels itself, and its blocks rotate in float32 by angles that must not be cast.
-            sees = path is not None and any(is_within(path, outer) for outer in self._vision)
+            # Most vision towers cast pixels themselves, and rotate in float32 by angles that must not be cast.
+            casts = path is not None and any(is_within(path, outer) for outer in self._casting)
             return MixedPrecisionPolicy(
-                param_dtype=self._compute, reduce_dtype=self._reduce, cast_forward_inputs=not sees
+                param_dtype=self._compute, reduce_dtype=self._reduce, cast_forward_inputs=not casts
             )
         # What follows the overridden module computes in the dtype around it and would not take another one.
         around = self._override_of(path.rpartition(".")[0])

@@ -76,14 +76,16 @@ class VisionTower:
             received=[_num_common(others, tokens[rank]) for others in features],
         )
 
-    def look(self, backbone: Any, share: ImageShare, ulysses: Ulysses | None) -> dict[str, Any]:
+    def look(self, backbone: Any, input_ids: Tensor, share: ImageShare, ulysses: Ulysses | None) -> dict[str, Any]:
         """Runs the tower on this rank's images, and hands the language model the features of this rank's tokens.
 
         Where nothing of what the tower computed belongs to anyone's tokens, it has run all the same, and so does its
         backward pass with gradients of 0: its units gather and reduce on every rank.
 
+        Args:
+            input_ids: [1, T], the tokens of this rank.
         Returns:
-            Arguments of the backbone's forward.
+            Arguments of the backbone's forward: the tokens and what is seen, or both in one as embeddings.
         """
 
         def placed(parts: Any) -> Tensor:
@@ -92,11 +94,16 @@ class VisionTower:
             return features if ulysses is None else ulysses.send_rows(features, share.sent, share.received)
 
         seen = backbone.get_image_features(**self.tower.arguments(share.images), return_dict=True)
+        if self.tower.follows_first_parameter:
+            embedded = backbone.get_input_embeddings()(input_ids)
+            places = (input_ids == self.image_token_id)[..., None]
+            features = placed(seen.pooler_output).to(embedded.dtype)
+            return {"inputs_embeds": embedded.masked_scatter(places, features)}
         in_tiles = isinstance(seen.pooler_output, Tensor)  # [N, tokens, D], where others have a list of [tokens, D]
         seen.pooler_output = placed(seen.pooler_output) if in_tiles else [placed(seen.pooler_output)]
         if "deepstack_features" in seen:
             seen.deepstack_features = [[placed(feature)] for feature in seen.deepstack_features]
-        return {"mm_encoder_outputs": {"image": seen}}
+        return {"input_ids": input_ids, "mm_encoder_outputs": {"image": seen}}
 
     def _own_images(self, batch: TokenBatch, own: range, patches: range) -> Images:
         if not own:

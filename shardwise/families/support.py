@@ -337,7 +337,7 @@ def _is_for_sounds(path: str) -> bool:
 
 def _unread(model: Any) -> list[str]:
     """Returns the paths of what a vision tower that is shown images computes behind the hidden states that its model
-    reads, which are those of an inner layer (LLaVA) or the last, before a head pools them (Gemma 3)."""
+    reads: those of an inner layer (LLaVA), or the last, where a pooling head follows (Gemma 3, LFM2-VL)."""
     read, paths = getattr(model.config, "vision_feature_layer", None), vision_paths(model)
     if not paths:
         return []

@@ -11,8 +11,7 @@ import pyarrow
 import pytest
 import torch
 from family_table import FAMILIES
-from gemma3_template import GEMMA_3
-from hub_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL
+from hub_templates import GEMMA_3, LLAVA_1_5, LLAVA_1_6_MISTRAL, LLAVA_ONEVISION, SMOLVLM
 from PIL import Image
 from pyarrow import parquet
 from tiny_models import GRID_FAMILIES, PLACED_FAMILIES, tiny_vision_model
@@ -281,7 +280,7 @@ def test_rows_with_marks_of_the_models_own_processor_are_what_it_makes_of_them(f
         image.save(tmp_path / f"{number}.png")
     messages = talk([IMAGE, TEXT, IMAGE, IMAGE])
     text = tokenizer.apply_chat_template(messages, tokenize=False)
-    expected = processor(text=[text], images=images, return_tensors="pt")
+    expected = processor(text=[text], images=[images], return_tensors="pt")
     found = learn_row(tmp_path, tokenizer, model.config, messages, ["0.png", "1.png", "2.png"])
     assert found.token_ids.tolist() == expected["input_ids"][0].tolist()
     assert tokenizer.decode(found.token_ids[found.loss_mask]) == "5<|end|>"
@@ -294,7 +293,9 @@ def test_rows_with_marks_of_the_models_own_processor_are_what_it_makes_of_them(f
         with pytest.raises(DataError, match=r"the text has 1 times |messages have places for 1: .*there are images$"):
             learn_row(tmp_path, tokenizer, model.config, talk(f"a {spelt} b"), [])
     advice = (
-        "text part or tool call spells it; remove it there" if "llava" in family else "message writes it itself; wr"
+        "text part or tool call spells it; remove it there"
+        if MARKED[family][0][0] == "<image>"
+        else "message writes it itself; wr"
     )
     with pytest.raises(DataError, match=rf"has 1 times '.*' for 0 images, so a {advice}"):
         learn_row(tmp_path, tokenizer, model.config, talk([{"type": "text", "text": MARKED[family][0][0]}]), [])
@@ -383,6 +384,35 @@ def test_parts_of_a_template_that_writes_images_first_are_written_as_it_does(fam
         for message in SEVERAL
     ]
     assert found.token_ids.tolist() == own_rendering(processor, whole, [picture] * 3)
+
+
+def test_llava_onevisions_template_is_taken_once_it_opens_an_answer_in_one_way(tmp_path):
+    """That of the hub writes a space behind the role in a conversation, and none where an answer begins."""
+    model, tokenizer, processor = prepare_marked("llava_onevision", tmp_path, LLAVA_ONEVISION)
+    picture = Image.effect_noise((20, 44), 90).convert("RGB")
+    picture.save(tmp_path / "0.png")
+    with pytest.raises(DataError, match=r"not prefix-stable: it wrote .*set model\.chat_template=FILE to a template"):
+        learn_row(tmp_path, tokenizer, model.config, talk([IMAGE, TEXT]), ["0.png"])
+    opening = "message['role'] + ' '"
+    assert opening in LLAVA_ONEVISION
+    tokenizer.chat_template = LLAVA_ONEVISION.replace(opening, f"({opening}).replace('assistant ', 'assistant')")
+    for images in (1, 3):
+        messages = SEVERAL if images == 3 else talk([IMAGE, TEXT], [{"type": "text", "text": "5"}])
+        found = learn_row(tmp_path, tokenizer, model.config, messages, ["0.png"] * images)
+        assert found.token_ids.tolist() == own_rendering(processor, messages, [picture] * images)
+        assert {one.num_patches for one in found.image_refs} == ({3} if images == 1 else {1})
+
+
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+def test_parts_of_a_template_that_opens_messages_by_what_comes_first_are_written_as_it_does(family, tmp_path):
+    model, tokenizer, processor = prepare_marked(family, tmp_path, SMOLVLM)
+    picture = Image.effect_noise((20, 44), 90).convert("RGB")
+    picture.save(tmp_path / "0.png")
+    for messages, count in ((SEVERAL, 3), (AMONG, 4)):
+        found = learn_row(tmp_path, tokenizer, model.config, messages, ["0.png"] * count)
+        assert found.token_ids.tolist() == own_rendering(processor, messages, [picture] * count)
+        trained = tokenizer.decode(found.token_ids[found.loss_mask])
+        assert trained == " It is 5.<end_of_utterance> 7<end_of_utterance>"
 
 
 @pytest.mark.parametrize(
@@ -796,7 +826,7 @@ def test_images_for_a_model_that_sees_none_are_refused(tokenizer, picture, tmp_p
     assert "<image>" in tokenizer.decode(loaded.rows[0].token_ids)
 
 
-@pytest.mark.parametrize("family", ["aria", "lfm2_vl", "qwen3_omni_moe_thinker"])
+@pytest.mark.parametrize("family", ["aria", "granite4_vision", "qwen3_omni_moe_thinker"])
 def test_images_of_a_family_that_training_shows_none_to_are_refused_by_its_name(ask, tokenizer, tmp_path, family):
     """Whose processor lies in the folder: rows of words are learnt from."""
     AutoConfig.for_model(family, **FAMILIES[family]).save_pretrained(tmp_path)

@@ -31,3 +31,13 @@ def test_a_token_that_the_tokenizer_does_not_name_is_an_error_that_says_where_to
     assert tokens.named("end_image_token") == tokenizer.convert_tokens_to_ids("[END]")
     with pytest.raises(ModelError, match=r'what its start_image_token is, .* "extra_special_tokens" in tokenizer_conf'):
         tokens.named("start_image_token")
+
+
+def test_a_mark_is_what_the_tokenizer_names_or_that_of_transformers_and_written_as_one_token(tokenizer, tmp_path):
+    row, end = tokenizer.convert_tokens_to_ids(["[ROW]", "[END]"])
+    tokens = ImageTokens(tmp_path, tokenizer, 7)
+    assert tokens.named("row_token", "[ROW]") == row
+    tokenizer.row_token = "[END]"
+    assert tokens.named("row_token", "[ROW]") == end
+    assert tokens.spelling("row_token", "[ROW]") == "[END]"
+    assert tokens.encoded("[ROW]\n[END]") == [row, *tokenizer.encode("\n", add_special_tokens=False), end]

@@ -10,7 +10,9 @@ from tiny_models import tiny_vision_model
 from transformers import (
     CLIPImageProcessorPil,
     GotOcr2ImageProcessorPil,
+    Idefics3ImageProcessorPil,
     LlavaNextImageProcessorPil,
+    LlavaOnevisionImageProcessorPil,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
 )
@@ -18,7 +20,15 @@ from transformers import (
 from shardwise.config import DataError, ModelError
 from shardwise.data import ImageReader
 from shardwise.data.image_processors import GridProcessor, image_processor_for
-from shardwise.families import GridTower, InternVLTower, LlavaNextTower, LlavaTower, PixtralTower
+from shardwise.families import (
+    GridTower,
+    Idefics3Tower,
+    InternVLTower,
+    LlavaNextTower,
+    LlavaOnevisionTower,
+    LlavaTower,
+    PixtralTower,
+)
 
 
 @pytest.fixture
@@ -141,6 +151,14 @@ OTHER_KINDS = {
     "pixtral": (
         PixtralTower(patch_size=4, merge_size=2, num_channels=3, min_tokens=2),
         PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 400}),
+    ),
+    "llava_onevision": (
+        LlavaOnevisionTower(tiles=LlavaTower(**TILE), pinpoints=[(16, 32), (32, 16)], max_tiles=1),
+        LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=[[16, 32], [32, 16]]),
+    ),
+    "idefics3": (
+        Idefics3Tower(**TILE),
+        Idefics3ImageProcessorPil(size={"longest_edge": 400}, max_image_size={"longest_edge": 16}),
     ),
     "internvl": (InternVLTower(**TILE), GotOcr2ImageProcessorPil(size=SQUARE)),
     "llava": (LlavaTower(**TILE), CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SQUARE)),

@@ -3,7 +3,7 @@
 from copy import copy
 
 import pytest
-from hub_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL, SMOLVLM
+from hub_templates import LLAVA_1_5, LLAVA_1_6_MISTRAL, LLAVA_ONEVISION, SMOLVLM
 from vision_folders import MARK, TEMPLATE, WORDS, tokenizer_with_images
 
 from shardwise.data.chat import render_prompt
@@ -120,6 +120,7 @@ def test_a_template_takes_parts_only_if_it_does_wherever_it_takes_words(tokenize
         (LINES, ImageForm("<|image_pad|>", "in place")),
         (FIRST_PART, ImageForm("<|image_pad|>", "in place")),
         (SORTED, ImageForm("<|image_pad|>", "in place")),
+        (LLAVA_ONEVISION, ImageForm("<image>\n", "in front")),
         (SMOLVLM, ImageForm("<image>", "in place")),
         (LLAVA_1_5, ImageForm("<image>\n", "in front")),
         (LLAVA_1_6_MISTRAL, ImageForm("<image>\n", "in front")),

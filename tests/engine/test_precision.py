@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import random_samples, tiny_folder
+from tiny_models import random_samples, tiny_folder, tiny_vision_model
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
@@ -10,6 +10,7 @@ from shardwise.engine import TrainEngine
 from shardwise.engine.freeze import freeze
 from shardwise.engine.model import build_on_meta
 from shardwise.engine.precision import Precision, emulated_dtype
+from shardwise.families import vision_paths
 from shardwise.recipes.losses import sft_loss
 
 CPU = torch.device("cpu")
@@ -94,6 +95,14 @@ def test_policy_of_a_unit_is_the_engines_or_its_overrides(folder):
         GATE: (F32, BF16, BF16, True),
         "model.norm": (BF16, BF16, BF16, False),
     }
+
+
+@pytest.mark.parametrize(("family", "is_cast"), [("qwen3_vl", False), ("smolvlm", True)])
+def test_inputs_of_a_vision_tower_are_cast_unless_it_casts_them_itself(family, is_cast):
+    model = tiny_vision_model(family)
+    precision = Precision(model, EngineConfig(param_dtype="bfloat16"))
+    assert {precision.policy(path).cast_forward_inputs for path in vision_paths(model)} == {is_cast}
+    assert precision.policy(None).cast_forward_inputs
 
 
 def test_units_inside_an_override_compute_as_it_does_and_hand_on_what_is_around_them(folder):

@@ -106,6 +106,16 @@ def test_weights_that_torchs_own_attention_reads_are_not_quantised(tmp_path):
     assert left == {"lm_head", "model.vision_tower.head.attention.out_proj"}
 
 
+@needs_integer_shards
+def test_what_inputs_are_cast_to_is_not_quantised(tmp_path):
+    """LFM2-VL's embedding of patches."""
+    save_model("lfm2_vl", FAMILIES["lfm2_vl"], tmp_path)
+    model = build_on_meta(tmp_path)
+    inject_lora(model, LoraConfig(rank=3, quantize_base="nf4"))
+    embedding = model.model.vision_tower.embeddings.patch_embedding
+    assert not any(isinstance(part, QuantizedLinear) for part in embedding.modules())
+
+
 def trained(folder, lora, adapter, out, world):
     """Loss, gradients, logprobs, and the number of bytes that the linear layers' weights have on this rank; writes the
     merged model and the adapter."""

@@ -374,6 +374,6 @@ def test_weights_of_so_many_layers_are_gathered_ahead(run_ranks, tmp_path):
 
 
 def test_weights_of_a_tower_that_nothing_runs_through_are_not_gathered_ahead(run_ranks, tmp_path):
-    save_model("llava_onevision", FAMILY_TABLE["llava_onevision"], tmp_path)
+    save_model("ovis2", FAMILY_TABLE["ovis2"], tmp_path)
     (found,) = run_ranks(prefetched, 1, str(tmp_path), {"forward_prefetch": 1, "backward_prefetch": 1})
     assert found == [[[1], []], [[], [0]]]

@@ -298,7 +298,7 @@ def test_what_no_word_reaches_is_named():
     layer = "model.language_model.layers.1.mlp.vision_moe"
     beside = {
         "gemma3": [],
-        "lfm2_vl": ["model.vision_tower", "model.multi_modal_projector"],
+        "ovis2": ["model.vision_tower", "model.visual_embeddings_table"],
         "mistral3": [],
         "ernie4_5_vl_moe": [layer, "model.vision_tower", "model.resampler_model"],
         "qwen3_omni_moe_thinker": ["model.audio_tower", "model.visual"],

@@ -7,15 +7,20 @@ from shardwise.data.image_processors.base import Extent, ImageProcessor
 from shardwise.data.image_processors.gemma3 import Gemma3Processor
 from shardwise.data.image_processors.gemma4 import Gemma4Processor
 from shardwise.data.image_processors.grid import GridProcessor
+from shardwise.data.image_processors.idefics3 import Idefics3Processor
 from shardwise.data.image_processors.internvl import InternVLProcessor
-from shardwise.data.image_processors.llava import LlavaNextProcessor, LlavaProcessor
+from shardwise.data.image_processors.lfm2_vl import Lfm2VlProcessor
+from shardwise.data.image_processors.llava import LlavaNextProcessor, LlavaOnevisionProcessor, LlavaProcessor
 from shardwise.data.image_processors.pixtral import PixtralProcessor
 from shardwise.families import (
     Gemma3Tower,
     Gemma4Tower,
     GridTower,
+    Idefics3Tower,
     InternVLTower,
+    Lfm2VlTower,
     LlavaNextTower,
+    LlavaOnevisionTower,
     LlavaTower,
     PixtralTower,
     Tower,
@@ -24,9 +29,12 @@ from shardwise.families import (
 _PROCESSORS: dict[type[Tower], type[ImageProcessor[Any]]] = {
     GridTower: GridProcessor,
     PixtralTower: PixtralProcessor,
+    Idefics3Tower: Idefics3Processor,
     InternVLTower: InternVLProcessor,
+    Lfm2VlTower: Lfm2VlProcessor,
     LlavaTower: LlavaProcessor,
     LlavaNextTower: LlavaNextProcessor,
+    LlavaOnevisionTower: LlavaOnevisionProcessor,
     Gemma3Tower: Gemma3Processor,
     Gemma4Tower: Gemma4Processor,
 }

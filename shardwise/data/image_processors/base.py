@@ -73,6 +73,14 @@ class ImageProcessor(ABC, Generic[AnyTower]):
         """
         return text
 
+    def beside_others(self, image_ref: ImageRef) -> ImageRef:
+        """Returns what becomes of a picture whose conversation has several; the same with most models."""
+        return image_ref
+
+    def patches_of(self, picture: "Image", image_ref: ImageRef) -> tuple[Tensor, list[int]]:
+        """Returns what `cut` does, of a picture that `image_ref` says has others beside it or none."""
+        return self.cut(picture)
+
     def placeholder(self, image_ref: ImageRef, tokens: ImageTokens) -> list[int]:
         """Returns the tokens that stand for an image in place of the one that is read: one for each feature that the
         tower makes of it, and marks.

@@ -1,5 +1,6 @@
-"""The image processors of LLaVA and LLaVA-NeXT."""
+"""The image processors of LLaVA, LLaVA-NeXT and LLaVA-OneVision."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -7,7 +8,8 @@ from torch import Tensor
 from shardwise.config import ModelError
 from shardwise.data.image_processors.base import Extent, ImageProcessor
 from shardwise.data.image_processors.tiles import OneTileProcessor, require_tile_size
-from shardwise.families import LlavaNextTower, LlavaTower
+from shardwise.families import LlavaNextTower, LlavaOnevisionTower, LlavaTower
+from shardwise.types import ImageRef
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -45,3 +47,22 @@ class LlavaNextProcessor(ImageProcessor[LlavaNextTower]):
     def cut(self, picture: "Image") -> tuple[Tensor, list[int]]:
         """See ImageProcessor."""
         return self._processed(picture)["pixel_values"][0], [picture.height, picture.width]
+
+
+class LlavaOnevisionProcessor(LlavaNextProcessor):
+    """As LLaVA-NeXT's, but that of pictures in one conversation each is one tile, padded to a square."""
+
+    kinds = ("LlavaOnevisionImageProcessor",)
+    tower: LlavaOnevisionTower
+
+    def beside_others(self, image_ref: ImageRef) -> ImageRef:
+        """See ImageProcessor."""
+        return replace(image_ref, num_patches=1, num_tokens=self.tower.num_tokens_beside_others)
+
+    def patches_of(self, picture: "Image", image_ref: ImageRef) -> tuple[Tensor, list[int]]:
+        """See ImageProcessor."""
+        if image_ref.num_patches > 1:
+            return self.cut(picture)
+        several = [[picture, picture.crop((0, 0, 1, 1))]]
+        tiles = self._processor(images=several, do_convert_rgb=True, return_tensors="pt")["pixel_values"]
+        return tiles[0], [picture.height, picture.width]

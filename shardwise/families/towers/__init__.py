@@ -6,8 +6,10 @@ from shardwise.families.towers.base import Tower
 from shardwise.families.towers.gemma3 import Gemma3Tower
 from shardwise.families.towers.gemma4 import Gemma4Tower
 from shardwise.families.towers.grid import GridTower
+from shardwise.families.towers.idefics3 import Idefics3Tower
 from shardwise.families.towers.internvl import InternVLTower
-from shardwise.families.towers.llava import LlavaNextTower, LlavaTower
+from shardwise.families.towers.lfm2_vl import Lfm2VlTower
+from shardwise.families.towers.llava import LlavaNextTower, LlavaOnevisionTower, LlavaTower
 from shardwise.families.towers.pixtral import PixtralTower
 from shardwise.families.towers.tiles import TileTower
 
@@ -28,10 +30,16 @@ def tower_of(config: Any) -> Tower | None:
             return Gemma3Tower.of(config)
         case "gemma4", "gemma4_vision":
             return Gemma4Tower.of(vision)
+        case "idefics3" | "smolvlm", _:
+            return Idefics3Tower.of(config)
         case "internvl", _:
             return InternVLTower.of(config)
+        case "lfm2_vl", "siglip2_vision_model":
+            return Lfm2VlTower.of(config)
         case "llava", "clip_vision_model" | "siglip_vision_model":
             return LlavaTower.of(config)
         case "llava_next", "clip_vision_model" | "siglip_vision_model":
             return LlavaNextTower.of(config)
+        case "llava_onevision", "siglip_vision_model":
+            return LlavaOnevisionTower.of(config)
     return None

@@ -17,6 +17,9 @@ class Tower(Protocol):
     sees_all_patches: ClassVar[bool]
     """Whether a mask over the patches of all images keeps them apart, which takes memory by the square of their number;
     else each image is looked at by itself."""
+    follows_first_parameter: ClassVar[bool]
+    """Whether the model gives pixels and features the dtype of its first parameter, which of one that is sharded is
+    that of the masters; else that in which what takes them computes."""
 
     def arguments(self, images: Images) -> dict[str, Any]:
         """Returns what the model's get_image_features takes."""

@@ -23,6 +23,7 @@ class Gemma4Tower:
     """Patches that are merged in height, and in width, into one token."""
     num_channels: ClassVar[int] = 3
     sees_all_patches: ClassVar[bool] = False
+    follows_first_parameter: ClassVar[bool] = False
 
     @classmethod
     def of(cls, vision: Any) -> Self:

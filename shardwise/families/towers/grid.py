@@ -19,6 +19,7 @@ class GridTower:
     """F."""
 
     sees_all_patches: ClassVar[bool] = False
+    follows_first_parameter: ClassVar[bool] = False
 
     @classmethod
     def of(cls, vision: Any) -> Self:

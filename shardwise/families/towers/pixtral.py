@@ -24,6 +24,7 @@ class PixtralTower:
     """That an image has at least: 2 in Mistral 3, whose projector drops the axis of a single feature."""
 
     sees_all_patches: ClassVar[bool] = True
+    follows_first_parameter: ClassVar[bool] = False
 
     @classmethod
     def of(cls, config: Any) -> Self:

@@ -20,6 +20,7 @@ class TileTower:
     width: int
     tokens_per_tile: int
     sees_all_patches: ClassVar[bool] = False
+    follows_first_parameter: ClassVar[bool] = False
 
     def num_tokens(self, num_patches: int) -> int:
         """Returns how many tokens stand for an image of so many tiles."""

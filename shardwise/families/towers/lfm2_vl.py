@@ -1,0 +1,69 @@
+"""The tower of LFM2-VL."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from shardwise.families.towers.base import one_image
+from shardwise.types import Images
+
+
+@dataclass(frozen=True, slots=True)
+class Lfm2VlTower:
+    """SigLIP 2, which reads tiles of all sizes, padded to the patches of the largest. A picture is one tile, or several
+    squares with or without one of the whole picture behind them. `Images` hold patches, and as sizes rows and columns
+    of the squares, patches of one in height and width, and height and width of the whole picture in patches."""
+
+    patch_size: int
+    """Pixels of a patch in height, and in width."""
+    merge_size: int
+    """Patches that are merged in height, and in width, into one token."""
+    num_channels: int
+    sees_all_patches: ClassVar[bool] = False
+    follows_first_parameter: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """`config`: of the whole model."""
+        vision = config.vision_config
+        return cls(patch_size=vision.patch_size, merge_size=config.downsample_factor, num_channels=vision.num_channels)
+
+    @property
+    def token_size(self) -> int:
+        """Pixels of a token in height, and in width."""
+        return self.patch_size * self.merge_size
+
+    def num_tokens(self, num_patches: int) -> int:
+        """Returns how many tokens stand for tiles of so many patches."""
+        return num_patches // self.merge_size**2
+
+    def arguments(self, images: Images) -> dict[str, Any]:
+        """See Tower."""
+        counts = zip(images.sizes.tolist(), images.num_patches.tolist(), strict=True)
+        shapes = torch.tensor([shape for size, num_patches in counts for shape in tile_shapes(size, num_patches)])
+        lengths = shapes.prod(1)
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        tiles = pad_sequence(images.pixel_values.split(lengths.tolist()), batch_first=True)
+        device = tiles.device
+        return {
+            "pixel_values": tiles,
+            "spatial_shapes": shapes.to(device),
+            "pixel_attention_mask": mask.int().to(device),
+        }
+
+    def black(self) -> Images:
+        """See Tower."""
+        side = self.merge_size
+        patches = torch.zeros(side**2, self.num_channels * self.patch_size**2)
+        return one_image(patches, num_tokens=1, size=[1, 1, side, side, side])
+
+
+def tile_shapes(size: list[int], num_patches: int) -> list[list[int]]:
+    """Returns the height and width in patches of each tile of an image, of whose sizes this is the row."""
+    rows, columns, side, height, width = size
+    if rows * columns == 1:
+        return [[height, width]]
+    squares = [[side, side]] * (rows * columns)
+    return squares if num_patches == len(squares) * side**2 else [*squares, [height, width]]
