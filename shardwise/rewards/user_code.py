@@ -67,7 +67,7 @@ def source_file(spec: str) -> Path | None:
     else:
         try:
             found = importlib.util.find_spec(location)
-        except (ImportError, ValueError):
+        except (Exception, SystemExit):  # of the package around it, which is imported; `load_function` tells it
             return None
         file = Path("" if found is None or found.origin is None else found.origin)
     return file if file.is_file() else None

@@ -38,7 +38,10 @@ def test_the_file_of_a_function_is_found_without_running_it(tmp_path):
     (tmp_path / "raises.py").write_text("raise RuntimeError\n")
     assert source_file("raises.py:f") == Path("raises.py")
     assert source_file("json.decoder:JSONDecoder") == Path(json.decoder.__file__)
-    for nowhere in ("missing.py:f", "no_such_package.rules:f", "sys:exit", "rules", ":f"):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("raise RuntimeError\n")
+    sys.path.insert(0, str(tmp_path))
+    for nowhere in ("missing.py:f", "no_such_package.rules:f", "broken.rules:f", "sys:exit", "rules", ":f"):
         assert source_file(nowhere) is None
 
 
