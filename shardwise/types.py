@@ -41,8 +41,8 @@ class Images:
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
     def to(self, device: torch.device) -> "Images":
-        """Returns a copy on `device`."""
-        return replace(self, **{part.name: to_device(getattr(self, part.name), device) for part in fields(self)})
+        """Returns a copy with the pixels on `device`. Counts and sizes stay on the host, which reads them."""
+        return replace(self, pixel_values=to_device(self.pixel_values, device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "checksum": {"ops"},
     "memfd": set(),
     "model_config": {"config"},
-    "families": {"ops", "types"},
+    "families": {"ops", "types", "uploads"},
     "ops": {"uploads"},
 }
 """Folders and top-level modules. Each may import itself too, and `shardwise`, which holds only the version."""

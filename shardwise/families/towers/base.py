@@ -22,7 +22,8 @@ class Tower(Protocol):
     that of the masters; else that in which what takes them computes."""
 
     def arguments(self, images: Images) -> dict[str, Any]:
-        """Returns what the model's get_image_features takes."""
+        """Returns what the model's get_image_features takes, on the device of the pixels, without waiting for it.
+        Counts and sizes of `images` are on the host."""
         ...
 
     def black(self) -> Images:

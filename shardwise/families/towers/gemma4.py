@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shardwise.families.towers.base import one_image
 from shardwise.types import Images
+from shardwise.uploads import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,10 @@ class Gemma4Tower:
     def arguments(self, images: Images) -> dict[str, Any]:
         """See Tower."""
         patches = images.pixel_values.split(images.num_patches.tolist())
-        places = [self._places(size, images.sizes.device) for size in images.sizes.tolist()]
+        places = pad_sequence(list(map(self._places, images.sizes.tolist())), batch_first=True, padding_value=-1)
         return {
             "pixel_values": pad_sequence(patches, batch_first=True),
-            "image_position_ids": pad_sequence(places, batch_first=True, padding_value=-1),
+            "image_position_ids": to_device(places, images.pixel_values.device),
         }
 
     def black(self) -> Images:
@@ -48,7 +49,7 @@ class Gemma4Tower:
         patches = torch.zeros(self.merge_size**2, self.num_channels * self.patch_size**2)
         return one_image(patches, num_tokens=1, size=[self.merge_size * self.patch_size] * 2)
 
-    def _places(self, size: Iterable[int], device: torch.device) -> Tensor:
+    def _places(self, size: Iterable[int]) -> Tensor:
         """Returns the column and the row of each patch [N, 2] of a picture of this size."""
-        rows, columns = (torch.arange(pixels // self.patch_size, device=device) for pixels in size)
+        rows, columns = (torch.arange(pixels // self.patch_size) for pixels in size)
         return torch.cartesian_prod(rows, columns).view(-1, 2).flip(1)

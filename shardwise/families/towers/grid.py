@@ -7,6 +7,7 @@ import torch
 
 from shardwise.families.towers.base import one_image
 from shardwise.types import Images
+from shardwise.uploads import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class GridTower:
 
     def arguments(self, images: Images) -> dict[str, Any]:
         """See Tower."""
-        return {"pixel_values": images.pixel_values, "image_grid_thw": images.sizes}
+        grids = to_device(images.sizes, images.pixel_values.device)
+        return {"pixel_values": images.pixel_values, "image_grid_thw": grids}
 
     def black(self) -> Images:
         """See Tower."""

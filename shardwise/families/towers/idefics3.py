@@ -30,9 +30,6 @@ class Idefics3Tower(TileTower):
 
     def arguments(self, images: Images) -> dict[str, Any]:
         """See Tower. A tile of zeros would be left out as padding: one value of it becomes the smallest there is."""
-        tiles = images.pixel_values.flatten(1)
-        is_empty = ~tiles.any(1)
-        if is_empty.any():
-            tiles = tiles.clone()
-            tiles[is_empty, 0] = _SMALLEST
+        tiles = images.pixel_values.flatten(1).clone()
+        tiles[:, 0] += _SMALLEST * ~tiles.any(1)
         return {"pixel_values": tiles.view_as(images.pixel_values)[None]}

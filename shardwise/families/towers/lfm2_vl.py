@@ -8,6 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shardwise.families.towers.base import one_image
 from shardwise.types import Images
+from shardwise.uploads import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Lfm2VlTower:
         device = tiles.device
         return {
             "pixel_values": tiles,
-            "spatial_shapes": shapes.to(device),
-            "pixel_attention_mask": mask.int().to(device),
+            "spatial_shapes": to_device(shapes, device),
+            "pixel_attention_mask": to_device(mask.int(), device),
         }
 
     def black(self) -> Images:

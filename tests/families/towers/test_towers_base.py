@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_vision_model
-from vision_samples import vision_families
+from tiny_models import VISION_FAMILIES, tiny_model, tiny_vision_model
+from vision_samples import drawn_images, vision_families
 
 from shardwise.families import backbone, tower_of
 from shardwise.types import Images
@@ -21,6 +21,20 @@ def test_a_tower_makes_of_its_smallest_image_as_many_features_as_it_says(family)
         with torch.no_grad():
             features = backbone(model).get_image_features(**tower.arguments(images), return_dict=True).pooler_output
         assert sum(map(len, features)) == expected
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_what_a_model_is_given_is_on_the_device_of_the_pixels_which_is_not_waited_for(family, monkeypatch):
+    """A device without values gives none away."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which takes an accelerator
+    model, device = tiny_vision_model(family), torch.device("meta")
+    tower = tower_of(model.config)
+    images = drawn_images(model, [(1, 4, 6), (1, 2, 2)], torch.Generator())
+    given, expected = tower.arguments(images.to(device)), tower.arguments(images)
+    assert given.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert (given[name].device, given[name].shape) == (device, value.shape)
 
 
 def test_a_model_of_words_has_no_tower():
