@@ -17,7 +17,9 @@ from family_table import save_model as save_family
 from gpu_sampling import requests
 from pretended_cuda import PretendedCuda, put_into_torch
 from small_gpu_model import LOSSES, build, drawn, packed, save_model
+from tiny_models import tiny_vision_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from vision_samples import request_of, vision_samples
 
 from shardwise.data.packing import pack
 from shardwise.recipes.losses import SFT_LOSS
@@ -60,6 +62,8 @@ LAYOUTS = {
 NUM_RANKS = 4
 TRAINED = ("gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "qwen3_next", "llama4_text")
 SAMPLED = ("gemma2", "qwen3_moe")
+SEEING = ("gemma3", "internvl", "llava", "llava_next", "llava_onevision")
+"""Families whose towers read no number of the device to decide on shapes."""
 
 Case = Callable[[], None]
 
@@ -123,6 +127,19 @@ def sample(folder: Path, dtype: torch.dtype, wanted: list[GenerateRequest]) -> N
         engine.commit_weights(version + 1)
 
 
+def train_on_images(folder: Path, samples: list[Sample]) -> None:
+    """Two optimizer steps, in packs with images and without."""
+    engine = build(folder, DEVICE, HALF)
+    step = pack(samples, num_shards=1, max_tokens=64)
+    learn(engine, step.shards[0], step.denominators, SFT_LOSS)
+
+
+def sample_with_images(folder: Path, samples: list[Sample]) -> None:
+    """Completions of prompts with images and without."""
+    engine = EmbeddedEngine.from_folder(folder, dtype=torch.bfloat16, max_rows=4, device=DEVICE)
+    engine.generate([request_of(sample, max_tokens=3, temperature=0.8) for sample in samples])
+
+
 def cases(group: str, scratch: Path) -> Iterator[tuple[str, Case]]:
     """The name of each case, and what it does inside the mode."""
     qwen3 = save_model(scratch / "qwen3", **SMALL)
@@ -145,6 +162,13 @@ def cases(group: str, scratch: Path) -> Iterator[tuple[str, Case]]:
             for family in TRAINED:
                 save_family(family, FAMILIES[family], scratch / family)
                 yield family, partial(train_family, scratch / family)
+        case "vision":
+            for family in SEEING:
+                model, folder = tiny_vision_model(family), scratch / family
+                model.save_pretrained(folder)
+                samples = vision_samples(model)
+                yield f"{family} learns", partial(train_on_images, folder, samples)
+                yield f"{family} answers", partial(sample_with_images, folder, samples)
         case "mistake":
             yield "host and device", lambda: torch.ones(2, device=DEVICE) + torch.ones(2)
         case "rollout":

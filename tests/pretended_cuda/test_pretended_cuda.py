@@ -13,7 +13,7 @@ from cuda_backend import build_backend
 
 HERE = Path(__file__).parent
 PATHS = [HERE, HERE.parent, HERE.parent / "gpu", HERE.parent.parent]
-NUM_CASES = {"options": 10, "rollout": 4, "more options": 13, "layouts": 4, "families": 6}
+NUM_CASES = {"options": 10, "rollout": 4, "more options": 13, "layouts": 4, "families": 6, "vision": 10}
 QUICK = ("options", "rollout")
 pytestmark = pytest.mark.slow
 
