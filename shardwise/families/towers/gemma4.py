@@ -9,19 +9,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from shardwise.families.towers.base import one_image
+from shardwise.families.towers.patches import PatchTower
 from shardwise.types import Images
 from shardwise.uploads import to_device
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma4Tower:
+class Gemma4Tower(PatchTower):
     """A tower that reads the patches of pictures of all sizes, padded to as many as the largest has, and where each of
     them is. `Images` have as sizes the height and width of pictures in pixels."""
 
-    patch_size: int
-    """Pixels of a patch in height, and in width."""
-    merge_size: int
-    """Patches that are merged in height, and in width, into one token."""
     num_channels: ClassVar[int] = 3
     sees_all_patches: ClassVar[bool] = False
     follows_first_parameter: ClassVar[bool] = False
@@ -30,10 +27,6 @@ class Gemma4Tower:
     def of(cls, vision: Any) -> Self:
         """`vision`: the config of the tower."""
         return cls(patch_size=vision.patch_size, merge_size=vision.pooling_kernel_size)
-
-    def num_tokens(self, num_patches: int) -> int:
-        """Returns how many tokens stand for an image of so many patches."""
-        return num_patches // self.merge_size**2
 
     def arguments(self, images: Images) -> dict[str, Any]:
         """See Tower."""
@@ -47,7 +40,7 @@ class Gemma4Tower:
     def black(self) -> Images:
         """See Tower."""
         patches = torch.zeros(self.merge_size**2, self.num_channels * self.patch_size**2)
-        return one_image(patches, num_tokens=1, size=[self.merge_size * self.patch_size] * 2)
+        return one_image(patches, num_tokens=1, size=[self.token_size] * 2)
 
     def _places(self, size: Iterable[int]) -> Tensor:
         """Returns the column and the row of each patch [N, 2] of a picture of this size."""

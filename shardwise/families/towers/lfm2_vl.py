@@ -7,20 +7,17 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from shardwise.families.towers.base import one_image
+from shardwise.families.towers.patches import PatchTower
 from shardwise.types import Images
 from shardwise.uploads import to_device
 
 
 @dataclass(frozen=True, slots=True)
-class Lfm2VlTower:
+class Lfm2VlTower(PatchTower):
     """SigLIP 2, which reads tiles of all sizes, padded to the patches of the largest. A picture is one tile, or several
     squares with or without one of the whole picture behind them. `Images` hold patches, and as sizes rows and columns
     of the squares, patches of one in height and width, and height and width of the whole picture in patches."""
 
-    patch_size: int
-    """Pixels of a patch in height, and in width."""
-    merge_size: int
-    """Patches that are merged in height, and in width, into one token."""
     num_channels: int
     sees_all_patches: ClassVar[bool] = False
     follows_first_parameter: ClassVar[bool] = False
@@ -30,15 +27,6 @@ class Lfm2VlTower:
         """`config`: of the whole model."""
         vision = config.vision_config
         return cls(patch_size=vision.patch_size, merge_size=config.downsample_factor, num_channels=vision.num_channels)
-
-    @property
-    def token_size(self) -> int:
-        """Pixels of a token in height, and in width."""
-        return self.patch_size * self.merge_size
-
-    def num_tokens(self, num_patches: int) -> int:
-        """Returns how many tokens stand for tiles of so many patches."""
-        return num_patches // self.merge_size**2
 
     def arguments(self, images: Images) -> dict[str, Any]:
         """See Tower."""

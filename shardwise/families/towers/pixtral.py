@@ -7,18 +7,15 @@ import torch
 from torch.nn.functional import fold, pad
 
 from shardwise.families.towers.base import one_image
+from shardwise.families.towers.patches import PatchTower
 from shardwise.types import Images
 
 
 @dataclass(frozen=True, slots=True)
-class PixtralTower:
+class PixtralTower(PatchTower):
     """Pixtral, which reads whole pictures of all sizes, padded to the largest of them. `Images` hold their patches, and
     as sizes their height and width in pixels."""
 
-    patch_size: int
-    """Pixels of a patch in height, and in width."""
-    merge_size: int
-    """Patches that are merged in height, and in width, into one token."""
     num_channels: int
     min_tokens: int
     """That an image has at least: 2 in Mistral 3, whose projector drops the axis of a single feature."""
@@ -35,15 +32,6 @@ class PixtralTower:
             num_channels=config.vision_config.num_channels,
             min_tokens=2 if config.model_type == "mistral3" else 1,
         )
-
-    @property
-    def token_size(self) -> int:
-        """Pixels of a token in height, and in width."""
-        return self.patch_size * self.merge_size
-
-    def num_tokens(self, num_patches: int) -> int:
-        """Returns how many tokens stand for an image of so many patches."""
-        return num_patches // self.merge_size**2
 
     def arguments(self, images: Images) -> dict[str, Any]:
         """See Tower."""
