@@ -52,7 +52,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         source = VocabularyLogits(states, weight, temperature, transform)
         num_scored, vocab = states.shape[0], weight.shape[0]
-        chunk = chunk_size(num_scored, vocab, states.device)
+        may_keep = any(ctx.needs_input_grad) and transform.softcap is None
+        chunk = chunk_size(num_scored, vocab, states.device, may_keep=may_keep)
         softmax = RunningSoftmax(num_scored, states.device)
         target_logit = torch.zeros(num_scored, device=states.device)
         for start in range(0, vocab, chunk):
@@ -63,9 +64,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         log_total = softmax.log_total()
         logprobs = target_logit - log_total
         entropy = log_total - softmax.mean() if with_entropy else torch.zeros_like(log_total)
-        # One chunk holds every probability already: keeping them spares backward the projection.
-        keeps = chunk == vocab and any(ctx.needs_input_grad) and transform.softcap is None
-        kept = exponentials.div_(softmax.total[:, None]) if keeps else None
+        kept = exponentials.div_(softmax.total[:, None]) if may_keep and chunk == vocab else None
         ctx.save_for_backward(states, weight, targets, logprobs, log_total, kept)
         ctx.settings = (temperature, transform, chunk)
         ctx.mark_non_differentiable(entropy)

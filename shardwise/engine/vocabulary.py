@@ -11,19 +11,28 @@ from torch import Tensor
 
 from shardwise.ops import LogitTransform, project_float32
 
-CHUNK_ELEMENTS = 8 * 2**20
-"""Logits that exist at a time: 32 MiB of float32, whatever the vocabulary and the batch. On an accelerator this is the
-least."""
-MAX_ACCELERATOR_ELEMENTS = 128 * 2**20
-"""On an accelerator a 16th of all logits exists at a time, up to this: as many kernels as 32 MiB would need take longer
-to launch than to run."""
+CHUNK_ELEMENTS = 2 * 2**20
+"""Logits that exist at a time: 8 MiB of float32, whatever the vocabulary and the batch. The caches of a CPU hold as
+much, and the C library keeps memory of that size for the next chunk; 32 MiB would be new pages of the kernel each
+time."""
+LEAST_ON_ACCELERATOR, MOST_ON_ACCELERATOR = 8 * 2**20, 128 * 2**20
+"""On an accelerator a 16th of all logits exists at a time, within these bounds: as many kernels as 8 MiB would need
+take longer to launch than to run."""
+KEPT_CHUNKS = 4
+"""What is computed of so many chunks may be kept from forward to backward, which spares backward the projection."""
 
 
-def chunk_size(num_scored: int, vocab: int, device: torch.device) -> int:
-    """Columns of logits at a time: the whole vocabulary, or a multiple of 128, which matrix products like best."""
+def chunk_size(num_scored: int, vocab: int, device: torch.device, *, may_keep: bool = False) -> int:
+    """Columns of logits at a time: the whole vocabulary, or a multiple of 128, which matrix products like best.
+
+    Args:
+        may_keep: whether the caller keeps what it computes of the whole vocabulary (see KEPT_CHUNKS).
+    """
+    if may_keep and num_scored * vocab <= KEPT_CHUNKS * CHUNK_ELEMENTS:
+        return vocab
     elements = CHUNK_ELEMENTS
     if device.type != "cpu":
-        elements = max(elements, min(num_scored * vocab // 16, MAX_ACCELERATOR_ELEMENTS))
+        elements = min(max(num_scored * vocab // 16, LEAST_ON_ACCELERATOR), MOST_ON_ACCELERATOR)
     columns = elements // max(1, num_scored)
     return vocab if columns >= vocab else min(vocab, max(128, columns // 128 * 128))
 
@@ -65,19 +74,25 @@ class VocabularyGradients:
         transform = logits.transform
         scale = 1.0 if transform.softcap is not None else transform.scale  # behind a softcap, backward_ applies it
         self._factor = upstream[:, None] * (scale / logits.temperature)
+        # Matrices in half precision: a GPU multiplies them fast, and most CPUs slowly.
+        self._dtype = logits.weight.dtype if logits.weight.is_cuda else torch.float32
+        self._states = logits.states.to(self._dtype)
 
     def add_(self, start: int, grad: Tensor, before_temperature: Tensor | None) -> None:
         """Takes the gradient [N, C] float32 of the words from `start` on, and overwrites it."""
-        states, words = self._logits.states, slice(start, start + grad.shape[1])
-        weight = self._logits.weight[words]
+        words = slice(start, start + grad.shape[1])
         if before_temperature is not None:
             grad = self._logits.transform.backward_(grad, before_temperature)
-        rounded = grad if weight.dtype == grad.dtype else torch.empty_like(grad, dtype=weight.dtype)
+        rounded = grad if self._dtype == grad.dtype else torch.empty_like(grad, dtype=self._dtype)
         grad = torch.mul(grad, self._factor, out=rounded)
         if self._of_states is not None:
-            self._of_states += grad @ weight
+            self._of_states += grad @ self._logits.weight[words].to(self._dtype)
         if self._of_weight is not None:
-            torch.mm(grad.t(), states, out=self._of_weight[words])
+            out = self._of_weight[words]
+            if out.dtype == self._dtype:
+                torch.mm(grad.t(), self._states, out=out)
+            else:
+                out.copy_(grad.t() @ self._states)
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the gradients of the states and of the weight, each in its dtype; None where it is not needed."""

@@ -4,7 +4,7 @@ sums over them."""
 import pytest
 import torch
 
-from shardwise.engine.vocabulary import CHUNK_ELEMENTS, MAX_ACCELERATOR_ELEMENTS, RunningSoftmax, chunk_size
+from shardwise.engine.vocabulary import CHUNK_ELEMENTS, MOST_ON_ACCELERATOR, RunningSoftmax, chunk_size
 
 VOCAB = 151_936
 
@@ -13,20 +13,26 @@ VOCAB = 151_936
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_chunks_stay_within_their_bound(num_states, device):
     chunk = chunk_size(num_states, VOCAB, torch.device(device))
-    bound = CHUNK_ELEMENTS if device == "cpu" else MAX_ACCELERATOR_ELEMENTS
+    bound = CHUNK_ELEMENTS if device == "cpu" else MOST_ON_ACCELERATOR
     assert chunk * num_states <= max(bound, 128 * num_states)
     assert chunk == VOCAB or chunk % 128 == 0
 
 
 def test_an_accelerator_takes_a_16th_of_all_logits_until_that_is_too_much():
-    assert chunk_size(8192, VOCAB, torch.device("cpu")) == 1024
+    assert chunk_size(8192, VOCAB, torch.device("cpu")) == 256
     assert chunk_size(8192, VOCAB, torch.device("cuda")) == VOCAB // 16 // 128 * 128
-    assert chunk_size(65536, VOCAB, torch.device("cuda")) == MAX_ACCELERATOR_ELEMENTS // 65536
+    assert chunk_size(65536, VOCAB, torch.device("cuda")) == MOST_ON_ACCELERATOR // 65536
 
 
 def test_few_states_see_the_whole_vocabulary_at_once():
     assert chunk_size(0, VOCAB, torch.device("cpu")) == VOCAB
-    assert chunk_size(55, VOCAB, torch.device("cpu")) == VOCAB
+    assert chunk_size(13, VOCAB, torch.device("cpu")) == VOCAB
+
+
+def test_what_is_kept_is_computed_of_the_whole_vocabulary_at_once():
+    device = torch.device("cpu")
+    assert chunk_size(55, VOCAB, device, may_keep=True) == VOCAB > chunk_size(55, VOCAB, device)
+    assert chunk_size(56, VOCAB, device, may_keep=True) == chunk_size(56, VOCAB, device)
 
 
 @pytest.mark.parametrize("width", [1, 7, 40])
