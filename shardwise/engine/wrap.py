@@ -235,7 +235,8 @@ class Units:
             # By these names transformers finds what a model records, such as the hidden states that a projector reads.
             type(module).__module__, type(module).__qualname__ = plain.__module__, plain.__qualname__
         unit = cast(FSDPModule, module)
-        unit.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:  # else torch would divide into new memory
+            unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         if REDUCES_UNUSED:
             unit.set_reduce_scatter_unused_params(True)
