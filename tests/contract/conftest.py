@@ -66,6 +66,7 @@ OF_OPTIONS = {
 }
 """An engine of its own for each; the config travels as a whole, with stop strings as with these."""
 STUB = Path(__file__).parents[1] / "sglang_stub"
+STUB_VARIABLES = {"PYTHONPATH": os.pathsep.join([str(STUB), str(STUB.parents[1])])}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -148,7 +149,11 @@ def open_engine(kind, folders, tokenizer, tmp_path_factory) -> Iterator[Callable
         python, args = (sys.executable, {}) if kind == "sglang_stub" else (sglang_engines.PYTHON, sglang_engines.ARGS)
         weights_folder = str(tmp_path_factory.mktemp("weights"))
         config = SglangRollout(python=python, args=args, weights_folder=weights_folder)
-        return SglangEngine.from_folder(folders[family], config, **common)
+        variables = STUB_VARIABLES if kind == "sglang_stub" else sglang_engines.VARIABLES
+        with pytest.MonkeyPatch.context() as patch:  # for the server alone: the engines live until the session ends
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            return SglangEngine.from_folder(folders[family], config, **common)
 
     def build_supervised(family, dtype, temperature, max_rows, has_stop_strings, **options):
         inside, *_ = kind.split()
@@ -170,13 +175,7 @@ def open_engine(kind, folders, tokenizer, tmp_path_factory) -> Iterator[Callable
             kept[key] = build(family, **options)
         return kept[key]
 
-    with pytest.MonkeyPatch.context() as patch:
-        if kind == "sglang_stub":
-            patch.setenv("PYTHONPATH", os.pathsep.join([str(STUB), str(STUB.parents[1])]))
-        if kind == "sglang":
-            for name, value in sglang_engines.VARIABLES.items():
-                patch.setenv(name, value)
-        yield keep
-        if kind not in ("embedded", "vllm"):  # which go with this process
-            for engine in kept.values():
-                engine.close()
+    yield keep
+    if kind not in ("embedded", "vllm"):  # which go with this process
+        for engine in kept.values():
+            engine.close()

@@ -610,12 +610,17 @@ LONG = "A" * 100_000
     ],
 )
 def test_what_is_wrong_with_an_image_names_row_and_file(load, picture, tmp_path, question, images, reason):
-    picture().save(tmp_path / "ok.png")
+    pictures = {
+        "ok.png": picture,
+        "long.png": partial(picture, 0, (402, 2)),
+        "huge.png": partial(Image.new, "1", (10000, 9000)),
+        "huger.png": partial(Image.new, "1", (20000, 9000)),
+        "deep.png": partial(Image.new, "I;16", (16, 8)),
+    }
+    for name, draw in pictures.items():
+        if name in images or name == "ok.png":
+            draw().save(tmp_path / name)
     (tmp_path / "text.png").write_text("no image")
-    picture(0, (402, 2)).save(tmp_path / "long.png")
-    Image.new("1", (10000, 9000)).save(tmp_path / "huge.png")
-    Image.new("1", (20000, 9000)).save(tmp_path / "huger.png")
-    Image.new("I;16", (16, 8)).save(tmp_path / "deep.png")
     rows = [{"messages": talk("1")}, {"messages": talk(question), "images": images}]
     with pytest.raises(DataError) as error:
         load(rows)

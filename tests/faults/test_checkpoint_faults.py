@@ -174,10 +174,11 @@ def test_f18_a_flipped_bit_in_tensors_is_named_with_the_tensor_or_the_header(
     header.pop("__metadata__", None)
     assert {name.partition(".")[0] for name in header} == groups
     places = []
-    for name, entry in header.items():
+    for number, (name, entry) in enumerate(header.items()):
         start, end = (data_start + offset for offset in entry["data_offsets"])
-        places += [(place, f"{name} is not what was written") for place in {start, (start + end) // 2, end - 1}]
-    places += [(place, "its header") for place in range(0, data_start, max(1, data_start // 40))]
+        place = (start, (start + end) // 2, end - 1)[number % 3]
+        places.append((place, f"{name} is not what was written"))
+    places += [(place, "its header") for place in range(0, data_start, max(1, data_start // 20))]
     contents = [(file, flipped(whole, place, place % 8)) for place, _ in places]
     said = assert_each_falls_back(run_ranks, 1, run, model_folder, contents)
     for (place, expected), damage in zip(places, said, strict=True):

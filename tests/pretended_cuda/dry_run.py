@@ -31,15 +31,15 @@ HALF = "param_dtype=bfloat16"
 FULL, SELECTIVE = "activation_checkpointing=full", "activation_checkpointing=selective"
 SMALL = {"num_hidden_layers": 2}
 LORA = "lora.rank=4"
-OPTIONS = {
+CORE = {
     "bfloat16": [],
+    "QLoRA": [LORA, "lora.quantize_base=nf4"],
+}
+OPTIONS = {
     "float16": ["param_dtype=float16"],
     "activations on the host": [SELECTIVE, "activation_offload=true"],
     "tiled MLP": ["apply_tiled_mlp=true"],
     "LoRA with dropout": [LORA, "lora.dropout=0.1"],
-    "QLoRA": [LORA, "lora.quantize_base=nf4"],
-}
-MORE_OPTIONS = {
     "float32": ["param_dtype=float32"],
     "bfloat16 masters": ["master_dtype=bfloat16"],
     "varlen": ["attention_implementation=varlen"],
@@ -52,7 +52,7 @@ MORE_OPTIONS = {
     "LoRA": [LORA],
     "DoRA": [LORA, "lora.use_dora=true"],
 }
-OPTIMIZERS = ("adamw_8bit", "muon")
+OPTIMIZERS = ("adamw_8bit", "adamw_cpu", "muon")
 LAYOUTS = {
     "HSDP": ["fsdp_size=2"],
     "replicas": ["fsdp_size=1"],
@@ -144,13 +144,14 @@ def cases(group: str, scratch: Path) -> Iterator[tuple[str, Case]]:
     """The name of each case, and what it does inside the mode."""
     qwen3 = save_model(scratch / "qwen3", **SMALL)
     match group:
+        case "core":
+            yield from ((name, partial(train, qwen3, *options)) for name, options in CORE.items())
+            yield "policy", partial(train, qwen3, loss="policy")
+            yield "answers", partial(sample, qwen3, torch.bfloat16, short_requests())
         case "options":
             yield from ((name, partial(train, qwen3, *options)) for name, options in OPTIONS.items())
-            yield from ((loss, partial(train, qwen3, loss=loss)) for loss in LOSSES if loss != "sft")
+            yield "value", partial(train, qwen3, loss="value")
             yield from ((name, partial(train, qwen3, optimizer=name)) for name in OPTIMIZERS)
-        case "more options":
-            yield from ((name, partial(train, qwen3, *options)) for name, options in MORE_OPTIONS.items())
-            yield "adamw_cpu", partial(train, qwen3, optimizer="adamw_cpu")
             units = ["wrap_policy.wrap_embeddings=true", "wrap_policy.wrap_lm_output=true"]
             yield (
                 "units of embeddings",
@@ -172,13 +173,16 @@ def cases(group: str, scratch: Path) -> Iterator[tuple[str, Case]]:
         case "mistake":
             yield "host and device", lambda: torch.ones(2, device=DEVICE) + torch.ones(2)
         case "rollout":
-            wanted = [replace(one, max_tokens=3) for one in requests(temperature=0.8, num_completions=2)]
-            for dtype in (torch.bfloat16, torch.float32):
-                yield f"qwen3 in {dtype}", partial(sample, qwen3, dtype, wanted)
-            small = [replace(one, prompt_ids=[3] * (len(one.prompt_ids) % 30 + 1)) for one in wanted]
+            yield "float32", partial(sample, qwen3, torch.float32, short_requests())
+            small = [replace(one, prompt_ids=[3] * (len(one.prompt_ids) % 30 + 1)) for one in short_requests()]
             for family in SAMPLED:
                 save_family(family, FAMILIES[family], scratch / family)
                 yield family, partial(sample, scratch / family, torch.bfloat16, small)
+
+
+def short_requests() -> list[GenerateRequest]:
+    """Two completions of three tokens for every prompt."""
+    return [replace(one, max_tokens=3) for one in requests(temperature=0.8, num_completions=2)]
 
 
 def error_of(case: Case) -> str | None:

@@ -13,8 +13,7 @@ from cuda_backend import build_backend
 
 HERE = Path(__file__).parent
 PATHS = [HERE, HERE.parent, HERE.parent / "gpu", HERE.parent.parent]
-NUM_CASES = {"options": 10, "rollout": 4, "more options": 13, "layouts": 4, "families": 6, "vision": 10}
-QUICK = ("options", "rollout")
+NUM_CASES = {"core": 4, "options": 20, "rollout": 3, "layouts": 4, "families": 6, "vision": 10}
 pytestmark = pytest.mark.slow
 
 
@@ -36,7 +35,7 @@ def outcomes_of(library: Path, group: str) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize(
-    "group", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in NUM_CASES if name not in QUICK)]
+    "group", ["core", *(pytest.param(name, marks=pytest.mark.full) for name in NUM_CASES if name != "core")]
 )
 def test_nothing_but_a_gpu_is_missing(library, group):
     outcomes = outcomes_of(library, group)

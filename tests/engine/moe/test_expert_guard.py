@@ -24,6 +24,10 @@ from shardwise.recipes.losses import sft_loss
 
 NUM_EXPERTS = 6
 KINDS = ("experts", "expert_list", "attributes", "tuples", "switch")
+QUICK = ("attributes", "switch")
+some_kinds = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.full) for kind in KINDS]
+)
 
 
 class SeparateConfig(Qwen3Config):
@@ -186,7 +190,7 @@ def compare_with_one_rank(run_ranks, folder, keys_of_one, world_size, cells):
 
 @pytest.mark.skipif(not REDUCES_UNUSED, reason="FSDP of this torch adds up gradients of different weights")
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", KINDS)
+@some_kinds
 def test_ranks_whose_tokens_choose_other_experts_compute_alike(run_ranks, folders, kind, world_size):
     """Elsewhere gradients of one expert are added to those of another, or ranks die of sums of different lengths; as
     units, they hang."""
@@ -199,7 +203,7 @@ def test_ranks_whose_tokens_choose_other_experts_compute_alike(run_ranks, folder
 
 
 @pytest.mark.skipif(not REDUCES_UNUSED, reason="FSDP of this torch adds up gradients of different weights")
-@pytest.mark.parametrize("kind", KINDS)
+@some_kinds
 def test_adapters_of_experts_that_other_ranks_choose_are_trained_alike(run_ranks, folders, kind):
     """An adapter has a gradient on the ranks whose tokens chose its expert alone."""
     cells = [keys | UNITS_OF.get(kind, UNITS) if "wrap_policy" in keys else keys for keys in ADAPTED_CELLS]
