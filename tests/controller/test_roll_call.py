@@ -9,7 +9,7 @@ from shardwise.config import ConfigError
 from shardwise.controller import roll_call
 from shardwise.controller.failures import Note
 from shardwise.controller.roll_call import RollCall
-from shardwise.controller.watchdog import commanded
+from shardwise.controller.watchdog import JOB_FOLDER_VARIABLE, be_watched, commanded
 
 HOST = socket.gethostname()
 LOST = RuntimeError("[gloo] Connection closed by peer [10.0.0.2]:3421")
@@ -28,6 +28,13 @@ def roll():
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
     monkeypatch.setattr(roll_call, "_SECONDS_BETWEEN_LOOKS", 0.01)
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_steps(monkeypatch):
+    """Whatever tests before these have begun."""
+    monkeypatch.delenv(JOB_FOLDER_VARIABLE, raising=False)
+    be_watched(0)
 
 
 def answering(*ranks):
