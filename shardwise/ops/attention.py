@@ -139,13 +139,13 @@ def attend(
         mask, causal = seen_keys(position[:, None], position[None, :], window=window, chunk=chunk), False
     num_heads, num_groups = query.shape[1], query.shape[1] // key.shape[1]
     is_plain = softcap is None and sinks is None
-    # torch's kernels for CUDA that take a mask group no queries; without one all scores would be in memory.
-    groups = is_plain and not (query.is_cuda and mask is not None) and num_groups > 1
-    if num_groups > 1 and not groups:
+    # torch's kernels for CUDA that take a mask group no queries; asked to, torch would hold all scores instead.
+    is_grouped = is_plain and not (query.is_cuda and mask is not None) and num_groups > 1
+    if num_groups > 1 and not is_grouped:
         key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
     if is_plain:
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=groups
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=is_grouped
         )
     scores = (query @ key.transpose(2, 3)).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
