@@ -55,6 +55,7 @@ IN_PROCESSES = ("embedded in a process", "sglang_stub")
 """Kinds of which each engine starts a process, seconds of CPU time; what they compute with is that of `embedded`."""
 OF_SAMPLING = {
     "test_first_tokens_are_distributed_as_the_softmax_of_the_logits",
+    "test_greedy_logprobs_are_at_temperature_one_whatever_the_samples_have",
     "test_what_goes_on_behind_a_token_is_drawn_anew",
     "test_trap_09_sampled_logprobs_are_of_the_policy_at_the_temperature",
 }

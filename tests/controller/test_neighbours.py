@@ -71,7 +71,7 @@ def ranks(tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_f01_rank_0_ends_within_seconds_of_a_rank_that_was_killed_while_it_waits_for_something_else(ranks, victim):
     """Of rank 2 it hears from rank 1."""
     processes = ranks("is killed")

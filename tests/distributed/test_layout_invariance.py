@@ -3,8 +3,8 @@
 
 The reference is one padded batch through a Hugging Face model with an attention mask, and losses written out as loops.
 Everything that may not change a number is an axis of AXES; a cell takes one option of each. In covering cells
-every pair of options that can be combined occurs together: `make test` runs those on two and four ranks, `make
-test-full` those on one, and the product.
+every pair of options that can be combined occurs together: `make test` runs those of QUICK_LAYOUTS, `make test-full`
+those of all layouts, and the product.
 """
 
 import copy
@@ -110,6 +110,8 @@ AXES: dict[str, dict[str, dict]] = {
     "precision": {"no units": {}, "attention units": {"module_precision": [{"module": "model.layers.*.self_attn"}]}},
 }
 """Of every axis its options, and what each sets in `engine`. The first option of an axis goes with every other."""
+QUICK_LAYOUTS = ["2", "2 replicas", "2 sp2", "2x2", "4 sp4", "2x2 sp2"]
+"""One of each kind."""
 IMPOSSIBLE = [
     ("reshard", {"over 2"}, "layout", {name for name in WORLD_SIZES if not name.startswith("4") or "replicas" in name}),
     ("wrap", {"wrapped ends"}, "family", {"qwen3", "gemma2"}),  # would split a tied weight
@@ -170,12 +172,12 @@ def can_combine(chosen):
     return not any(chosen.get(a) in options and chosen.get(b) in others for a, options, b, others in IMPOSSIBLE)
 
 
-def all_pairs():
+def all_pairs(axes):
     """Every two options of two axes that can be combined, in a fixed order."""
     return {
         ((a, option), (b, other)): None
-        for a, b in itertools.combinations(AXES, 2)
-        for option, other in itertools.product(AXES[a], AXES[b])
+        for a, b in itertools.combinations(axes, 2)
+        for option, other in itertools.product(axes[a], axes[b])
         if can_combine({a: option, b: other})
     }
 
@@ -184,15 +186,16 @@ def pairs_of(cell):
     return list(itertools.combinations(cell._asdict().items(), 2))
 
 
-def covering_cells():
+def covering_cells(layouts):
     """Greedy: a cell starts from the first pair that no cell has yet; its other axes take, one by one, the option that
     brings most pairs that are still missing. Of two orders of the axes the better one is taken."""
-    missing = all_pairs()
+    known = AXES | {"layout": layouts}
+    missing = all_pairs(known)
     cells = []
 
     def completed(chosen, axes):
         for axis in (axis for axis in axes if axis not in chosen):
-            possible = [option for option in AXES[axis] if can_combine({**chosen, axis: option})]
+            possible = [option for option in known[axis] if can_combine({**chosen, axis: option})]
             start = len(cells) % len(possible)  # ties go around
             chosen[axis] = max(
                 possible[start:] + possible[:start],
@@ -210,11 +213,12 @@ def covering_cells():
     return cells
 
 
-def product_cells():
-    """Every combination of the options in PRODUCT; of each other axis an option drawn at random."""
-    draw = random.Random(0)
+def product_cells(**fixed):
+    """Every combination of the options in PRODUCT that has those of `fixed`; of each other axis an option drawn at
+    random."""
+    draw = random.Random(str(fixed))
     cells = []
-    for options in itertools.product(*PRODUCT.values()):
+    for options in itertools.product(*(PRODUCT | {axis: [option] for axis, option in fixed.items()}).values()):
         chosen = dict(zip(PRODUCT, options, strict=True))
         if not can_combine(chosen):
             continue
@@ -225,16 +229,12 @@ def product_cells():
 
 
 def batches_of_cells(cells, size):
-    """Cells that share one call of the ranks, as pytest parameters. Those of one rank, where options have the least to
-    do with each other, are run by `make test-full`."""
+    """Cells that share one call of the ranks, as pytest parameters."""
     batches = []
     for world_size in (1, 2, 4):
         alike = [cell for cell in cells if cell.world_size == world_size]
         for start in range(0, len(alike), size):
-            marks = pytest.mark.full if world_size == 1 else ()
-            batches.append(
-                pytest.param(alike[start : start + size], id=f"{world_size}-ranks-from-{start}", marks=marks)
-            )
+            batches.append(pytest.param(alike[start : start + size], id=f"{world_size}-ranks-from-{start}"))
     return batches
 
 
@@ -577,15 +577,22 @@ def assert_cells_equal_the_reference(run_ranks, families, cells):
 
 def test_covering_cells_hold_every_pair_of_options_that_can_be_combined():
     """Guards the tests below; pairs that the engine refuses are few."""
-    cells = covering_cells()
-    held = {pair for cell in cells for pair in pairs_of(cell)}
-    assert held == all_pairs().keys()
-    assert len(set(cells)) == len(cells)
+    for layouts in (QUICK_LAYOUTS, list(AXES["layout"])):
+        cells = covering_cells(layouts)
+        held = {pair for cell in cells for pair in pairs_of(cell)}
+        assert held == all_pairs(AXES | {"layout": layouts}).keys()
+        assert len(set(cells)) == len(cells)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cells", batches_of_cells(covering_cells(), 16))
+@pytest.mark.parametrize("cells", batches_of_cells(covering_cells(QUICK_LAYOUTS), 16))
 def test_losses_and_gradients_equal_the_padded_reference(run_ranks, families, cells):
+    assert_cells_equal_the_reference(run_ranks, families, cells)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cells", batches_of_cells(covering_cells(list(AXES["layout"])), 16))
+def test_losses_and_gradients_on_every_layout_equal_the_padded_reference(run_ranks, families, cells):
     assert_cells_equal_the_reference(run_ranks, families, cells)
 
 
@@ -606,8 +613,11 @@ def test_units_inside_selectively_checkpointed_layers_change_nothing(run_ranks, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cells", batches_of_cells(product_cells(), 64))
-def test_all_losses_and_gradients_equal_the_padded_reference(run_ranks, families, cells):
+@pytest.mark.parametrize("layout", PRODUCT["layout"])
+@pytest.mark.parametrize("checkpointing", PRODUCT["checkpointing"])
+@pytest.mark.parametrize("adapters", PRODUCT["adapters"])
+def test_all_losses_and_gradients_equal_the_padded_reference(run_ranks, families, layout, checkpointing, adapters):
+    cells = product_cells(layout=layout, checkpointing=checkpointing, adapters=adapters)
     assert_cells_equal_the_reference(run_ranks, families, cells)
 
 

@@ -95,6 +95,7 @@ def difference_of_layout(folder, keys, optimizer):
 
 WITH_MUON = [("3 experts for 2 ranks", "muon"), pytest.param("two replicas", "muon", marks=pytest.mark.full)]
 REPEATED = {
+    "two replicas",
     "two parts of 4 ranks",
     "1 expert for 2 ranks",
     "with sequences shared by the same ranks",

@@ -172,7 +172,7 @@ def forward_versions(folders, versions):
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_trap_06_sequences_of_one_pack_never_see_each_other_on_any_rank(run_ranks, folders, world_size):
     """Trap 6: with the first token of one sequence changed, every other sequence keeps its bits, but for roundings in
     experts, which compute the tokens of all sequences together."""

@@ -263,7 +263,7 @@ def learn(student_folder, teacher_folder, options):
     "options",
     [
         {},
-        {"lora": {"rank": 8}},
+        pytest.param({"lora": {"rank": 8}}, marks=pytest.mark.full),
         pytest.param({"param_dtype": "bfloat16"}, marks=pytest.mark.full),
         pytest.param({"wrap_policy": {"wrap_lm_output": True}}, marks=pytest.mark.full),
     ],

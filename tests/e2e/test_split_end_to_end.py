@@ -166,7 +166,9 @@ def test_a_run_that_is_stopped_far_ahead_samples_nothing_that_its_checkpoint_lac
     assert num_begun == 16 * (1 + len(state["pipeline"]["ready"])), "4 completions of 4 prompts in a step"
 
 
-@pytest.mark.parametrize("more", [[], ["rollout.partial=true"]], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+    "more", [pytest.param([], marks=pytest.mark.full), ["rollout.partial=true"]], ids=["whole", "partial"]
+)
 def test_an_error_ends_every_rank_whatever_is_in_flight(assets, job, tmp_path, more):
     """Without a word of the thread that samples."""
     slow = ["rollout.max_response_tokens=50", "rollout.max_concurrent_sequences=1", "trainer.validate_every_steps=0"]

@@ -179,6 +179,7 @@ def test_an_adapter_learns_from_rewards_for_pictures_alike_on_one_rank_and_two(j
     assert any("visual" in name for name in expected)
 
 
+@pytest.mark.full
 def test_a_critic_and_a_reference_see_pictures_alike_on_one_rank_and_two(job, folder, tmp_path, metrics_of):
     """Models of their own beside the policy. The critic learns from pictures too: its tower moves."""
     critic = "critic={optimizer: {learning_rate: 3e-3, adam_eps: 1e-4}}"

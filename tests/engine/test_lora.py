@@ -325,7 +325,11 @@ def reference_and_back(folder, lora, dtype, fsdp_size):
     ("world_size", "fsdp_size"), [*(pytest.param(size, None, marks=pytest.mark.full) for size in (1, 2)), (4, 2)]
 )
 @pytest.mark.parametrize(
-    ("family", "variant"), [("llama", "lora"), ("llama", "dora"), ("qwen3", "rslora"), ("gpt2", "dora")]
+    ("family", "variant"),
+    [
+        *(pytest.param("llama", variant, marks=pytest.mark.full) for variant in ("lora", "dora")),
+        *(("qwen3", "rslora"), ("gpt2", "dora")),
+    ],
 )
 def test_adapters_off_is_the_base_exactly_and_adapters_come_back(
     run_ranks, folders, family, variant, world_size, fsdp_size

@@ -132,7 +132,7 @@ def files_of(run: Path) -> dict[str, bytes]:
     return files
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_f17_a_file_that_was_cut_anywhere_is_named_and_the_checkpoint_before_is_taken(
     run_ranks, run, model_folder, world_size
 ):
@@ -148,7 +148,7 @@ def flipped(whole: bytes, place: int, bit: int) -> bytes:
     return whole[:place] + bytes([whole[place] ^ (1 << bit)]) + whole[place + 1 :]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_f18_a_flipped_bit_in_any_file_is_found(run_ranks, run, model_folder, world_size):
     contents = [
         (name, flipped(whole, place, bit))

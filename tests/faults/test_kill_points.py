@@ -65,7 +65,7 @@ def kill_points(entered, *, every):
     [
         pytest.param(1, True, 1, id="one rank, in the background", marks=pytest.mark.full),
         pytest.param(1, False, 1, id="one rank, at once", marks=pytest.mark.full),
-        pytest.param(2, True, 14, id="two ranks, in the background, at some"),
+        pytest.param(2, True, 24, id="two ranks, in the background, at some"),
         pytest.param(2, True, 1, id="two ranks, in the background", marks=pytest.mark.full),
         pytest.param(2, False, 1, id="two ranks, at once", marks=pytest.mark.full),
     ],

@@ -86,7 +86,7 @@ def assert_own_logprobs(model, sample: Sample, completion) -> None:
 
 
 @pytest.mark.parametrize("model", vision_families(*QUICK, "glm4v"), indirect=True)
-@pytest.mark.parametrize("max_rows", [1, 3, 16])
+@pytest.mark.parametrize("max_rows", [3, *(pytest.param(rows, marks=pytest.mark.full) for rows in (1, 16))])
 def test_greedy_completions_equal_those_of_generate_token_for_token(model, folder, samples, max_rows):
     """With 1 and 3 rows prompts with images and without wait for each other, and finished rows move."""
     found = open_engine(folder, max_rows).generate([asking(sample) for sample in samples])

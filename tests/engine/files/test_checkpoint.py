@@ -171,7 +171,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize(
     ("world_size", "num_steps"),
-    [(2, None), (3, None), (2, 0), (2, 1)],
+    [(2, None), (3, None), *(pytest.param(2, steps, marks=pytest.mark.full) for steps in (0, 1))],
     ids=["hashed on the way", "resharded", "before its first step", "used before"],
 )
 def test_a_damaged_file_is_named_on_every_rank_before_anything_is_loaded(

@@ -24,7 +24,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in ("foreach", "frozen") else ()) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.full if kind in ("foreach", "frozen", "muon") else ()) for kind in KINDS],
 )
 def test_training_goes_on_bitwise(run_ranks, tmp_path, kind):
     engine, optimizer = KINDS[kind]
@@ -168,7 +169,7 @@ EXPERTS = {
 OTHER_OPTIMIZERS = [(name, optimizer) for name in ("1 to 2", "2x2 to 4") for optimizer in ("muon", "adamw_cpu")]
 REPEATED = [
     *((name, "adamw") for name in ("2 to 4", "4 to 1", "ulysses to 2", "4 to 2x2", "2x2 to 4", "replicas to 2")),
-    *(("2x2 to 4", "adamw_cpu"), ("1 to 2", "muon")),
+    *(("2x2 to 4", "adamw_cpu"), ("2x2 to 4", "muon")),
 ]
 EXPERTS_REPEATED = ["shared by 2 to shared by 4", "shared to replicas", "shared to 1", "shared to 2"]
 """What other cells have the parts of: only in `make test-full`."""
@@ -198,7 +199,7 @@ def test_f24_trap_15_another_layout_has_the_same_state_and_goes_on_within_1e_5(r
     ("name", "num_experts", "optimizer"),
     cells(
         [*((name, 4, "adamw") for name in EXPERTS), ("shared to replicas", 6, "adamw_cpu"), ("shared to 2", 4, "muon")],
-        [(name, 4, "adamw") for name in EXPERTS_REPEATED],
+        [*((name, 4, "adamw") for name in EXPERTS_REPEATED), ("shared to replicas", 6, "adamw_cpu")],
     ),
 )
 def test_f24_experts_that_other_ranks_share_have_the_same_state_and_go_on_within_1e_5(
