@@ -43,6 +43,14 @@ float largest(Vec vector) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, vector);
 }
 
+// Asks for numbers that are read soon, without waiting for them. Nothing has to be there.
+template <typename T>
+void fetch(const T* from, int64_t count) {
+  const char* const bytes = reinterpret_cast<const char*>(from);
+  for (int64_t at = 0; at < count * int64_t(sizeof(T)); at += 64) __builtin_prefetch(bytes + at);
+}
+constexpr int64_t kTokensAhead = 8;
+
 // Attention. The keys and values of a row lie in one piece, and each row reads no further than its own last token.
 // d head dim of queries and keys, dv of values.
 
@@ -53,11 +61,13 @@ struct Head {
   int64_t row_of_scores() const { return (last - first + kWidth) / kWidth * kWidth; }
 };
 
-// scores[i, t] = query[i] . keys[first + t], for i < N.
+// scores[i, t] = query[i] . keys[first + t], for i < N. Meanwhile the values come, which are read behind them.
 template <int N, typename T>
-void score(float* scores, const float* query, const T* keys, const Head& head) {
+void score(float* scores, const float* query, const T* keys, const T* values, const Head& head) {
   for (int64_t token = head.first; token <= head.last; token++) {
     const T* key = keys + token * head.d;
+    fetch(key + kTokensAhead * head.d, head.d);
+    fetch(values + token * head.dv, head.dv);
     Vec sums[N];
     for (int i = 0; i < N; i++) sums[i] = Vec(0);
     int64_t j = 0;
@@ -129,7 +139,7 @@ void mix(T* out, const float* weights, const T* values, int64_t j, int64_t colum
 template <int N, typename T>
 void attend(T* out, const float* query, const T* keys, const T* values, const float* sinks, float* room,
             const Head& head) {
-  score<N>(room, query, keys, head);
+  score<N>(room, query, keys, values, head);
   for (int i = 0; i < N; i++) normalize(room + i * head.row_of_scores(), sinks ? sinks[i] : kMinusInfinity, head);
   int64_t j = 0;
   for (; j + 4 * kWidth <= head.dv; j += 4 * kWidth) mix<N, 4>(out, room, values, j, 4 * kWidth, head);
