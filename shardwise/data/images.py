@@ -139,6 +139,8 @@ class ImageReader:
                     raise DataError(
                         f"{name}: {_shown(given)!r} is a data URL; decode it, and give a file's path or bytes"
                     )
+                if given.startswith("file://"):
+                    raise DataError(f"{name}: {_shown(given)!r} is a URL; give the path alone, without file://")
                 if "://" in given:
                     raise DataError(
                         f"{name}: {_shown(given)!r} is a URL; download the image and give its path or bytes"
@@ -243,7 +245,7 @@ def _stored(image: "Image", name: str) -> bytes:
     _size(image, name)
     _load(image, name)
     file = io.BytesIO()
-    upright = _upright(image, name)
+    upright = _upright(image, _orientation(image, name))
     lossless = upright if upright.mode in _PNG_MODES else upright.convert(_TRANSPARENT.get(upright.mode, "RGB"))
     lossless.save(file, "PNG")
     return file.getvalue()
@@ -298,8 +300,8 @@ def _size(image: "Image", name: str) -> tuple[int, int]:
 
 
 def _orientation(image: "Image", name: str) -> Any:
-    """What its EXIF data say, or None. A PNG's are left out: PIL would have to decode it, and cameras write none."""
-    if image.format not in ("JPEG", "MPO", "WEBP"):
+    """What its EXIF data say, or None. Those behind the pixels of a PNG are left out: PIL would have to decode it."""
+    if image.format == "PNG" and "exif" not in image.info:
         return None
     try:
         return image.getexif().get(_ORIENTATION)
@@ -310,11 +312,11 @@ def _orientation(image: "Image", name: str) -> Any:
         ) from None
 
 
-def _upright(image: "Image", name: str) -> "Image":
+def _upright(image: "Image", orientation: Any) -> "Image":
     """PIL's own way would also write the EXIF data anew, which it cannot do with all that it can read."""
     from PIL.Image import Transpose
 
-    turn = _TURNS.get(_orientation(image, name))
+    turn = _TURNS.get(orientation)
     return image.copy() if turn is None else image.transpose(Transpose[turn])
 
 
@@ -322,8 +324,9 @@ def _decoded(image_ref: ImageRef) -> "Image":
     """As it is looked at."""
     with _opened(file_of(image_ref), image_ref.name) as image:
         _size(image, image_ref.name)  # of a file that may have changed since it was opened
+        orientation = _orientation(image, image_ref.name)  # as its size was told: decoding may find another
         _load(image, image_ref.name)
-        return _upright(image, image_ref.name)
+        return _upright(image, orientation)
 
 
 def _load(image: "Image", name: str) -> None:

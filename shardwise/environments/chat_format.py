@@ -1,7 +1,7 @@
 """The OpenAI chat-completions format: what a request may contain, and how an answer is written."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -96,10 +96,12 @@ def read_request(body: Any) -> ChatRequest:
     Raises:
         ApiError: the body is not of this form, or asks for something that is not offered; says what is.
     """
-    if isinstance(body, dict):  # some clients send all keys they know, null for those that are not set
-        body = {name: value for name, value in body.items() if value is not None}
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is {preview(body)}; send a JSON object with model and messages")
+    # Some clients send all keys they know, null for those that are not set.
+    given = {name: value for name, value in body.items() if value is not None}
     try:
-        request = ChatRequest.model_validate(body)
+        request = ChatRequest.model_validate(given)
     except ValidationError as error:
         raise _refusal(error) from None
     if request.model != MODEL:
@@ -183,8 +185,8 @@ class ChatAnswer:
     """The message in the form of `plain_message`; calls have ids."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     num_prompt_tokens: int
-    tokens: list[str]
-    """The sampled tokens, each as text."""
+    tokens: Callable[[], list[str]] = field(repr=False)
+    """Decodes the sampled tokens, each by itself, for a client that asks for logprobs."""
     logprobs: list[float] = field(repr=False)
     """Logprobs of the tokens, in nats."""
 
@@ -245,11 +247,13 @@ def _head(answer: ChatAnswer, kind: str) -> dict[str, Any]:
 
 
 def _end(answer: ChatAnswer, *, logprobs: bool) -> dict[str, Any]:
+    if not logprobs:
+        return {"finish_reason": answer.finish_reason, "logprobs": None}
     told = [
         {"token": token, "logprob": logprob, "bytes": _bytes_of(token), "top_logprobs": []}
-        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
+        for token, logprob in zip(answer.tokens(), answer.logprobs, strict=True)
     ]
-    return {"finish_reason": answer.finish_reason, "logprobs": {"content": told} if logprobs else None}
+    return {"finish_reason": answer.finish_reason, "logprobs": {"content": told}}
 
 
 def _bytes_of(token: str) -> list[int] | None:
@@ -258,7 +262,7 @@ def _bytes_of(token: str) -> list[int] | None:
 
 
 def _usage(answer: ChatAnswer) -> dict[str, int]:
-    num_sampled = len(answer.tokens)
+    num_sampled = len(answer.logprobs)
     return {
         "prompt_tokens": answer.num_prompt_tokens,
         "completion_tokens": num_sampled,
@@ -326,4 +330,4 @@ def _refusal(error: ValidationError) -> ApiError:
             400, f"{name} is not offered here; leave it out. What a request may have: {', '.join(offered)}", param=name
         )
     given = "" if first["type"] == "missing" else f"={preview(first['input'])}"
-    return ApiError(400, f"{name or 'the body'}{given}: {first['msg']}", param=name or None)
+    return ApiError(400, f"{name}{given}: {first['msg']}", param=name)

@@ -1,14 +1,17 @@
 """Reads tool calls from the text of a model, in the formats that model families are trained to write."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(?:</function>|$)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?</parameter>", re.DOTALL)
+# Reading takes time in proportion to the text, whatever tags it repeats: no name holds a tag, and nothing looks for the
+# end of a parameter where there is none.
+_FUNCTION = re.compile(r"<function=([^<>\s]+)\s*>(.*?)(?:</function>|$)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>", re.DOTALL)
 Tools = Sequence[dict[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 
@@ -37,7 +40,8 @@ def hermes_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
 
 def qwen_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
     """Returns the calls in a text, in order, as Qwen3-Coder writes them. Values that are valid JSON are read as JSON,
-    others as text; values of parameters that `tools` declare as strings are always text.
+    others as text; values of parameters that `tools` declare as strings are always text, but for the null of one that
+    may be null.
 
     Example: `<tool_call><function=calculator><parameter=expression>2+3</parameter></function></tool_call>`
     """
@@ -66,7 +70,7 @@ TAGS: Mapping[str, tuple[str, ...]] = {
 
 def _hermes_call(block: str) -> ToolCall:
     try:
-        call = json.loads(block)
+        call = _read_json(block)
     except _UNREADABLE as error:
         return ToolCall(error=f"the tool call is not valid JSON: {error}")
     name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
@@ -80,7 +84,7 @@ def _qwen_calls(block: str, parameters: Mapping[tuple[str, str], Any]) -> Iterat
     if not functions:
         yield ToolCall(error="the tool call is not of the form <function=name>...</function>")
     for name, body in functions:
-        if "<parameter=" in _PARAMETER.sub("", body):
+        if body.rfind("<parameter=") > body.rfind("</parameter>") or "<parameter=" in _PARAMETER.sub("", body):
             yield ToolCall(error=f"the call of {name} ends inside a parameter, without </parameter>")
             continue
         given = _PARAMETER.findall(body)
@@ -88,12 +92,36 @@ def _qwen_calls(block: str, parameters: Mapping[tuple[str, str], Any]) -> Iterat
 
 
 def _value(text: str, schema: Any) -> Any:
-    match schema:
-        case {"type": "string", "nullable": True} if text == "null":
-            return None
-        case {"type": "string"}:
-            return text
+    types = _types(schema)
+    if "string" in types and types <= {"string", "null"}:
+        return None if text == "null" and "null" in types else text
     try:
-        return json.loads(text)
+        return _read_json(text)
     except _UNREADABLE:
         return text
+
+
+def _types(schema: Any) -> set[str]:
+    """Returns the names of the types that a JSON schema allows; "any" among them where it does not say."""
+    match schema:
+        case {"type": str(name)}:
+            found = {name}
+        case {"type": [*names]}:
+            found = set(map(str, names))
+        case {"anyOf": [*options]} | {"oneOf": [*options]}:
+            found = set().union(*map(_types, options))
+        case _:
+            return {"any"}
+    return found | {"null"} if schema.get("nullable") is True else found
+
+
+def _read_json(text: str) -> Any:
+    """Reads JSON. Raises ValueError also for what Python's reader takes beside it and could not be sent as JSON: NaN
+    and numbers without end."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(number := float(text)):
+        return number
+    raise ValueError(f"{text} is no number of JSON")

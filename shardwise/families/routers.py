@@ -17,6 +17,8 @@ EXPERTS = "experts"
 """The name that families give the experts of a block."""
 ROUTER_NAMES = ("gate", "router")
 """The names that families give the module beside the experts that chooses among them."""
+GIVES_PROBABILITIES = {"Gemma4TextRouter"}
+"""Classes of routers that give, and that transformers records, the softmax of their logits."""
 
 
 ROW_BYTES = 16
@@ -64,15 +66,26 @@ class Router:
         """The name of the module's class."""
         return type(self.modules[0]).__name__
 
+    @property
+    def num_experts(self) -> int | None:
+        """E, as the module or its config says it; None where neither does."""
+        module = self.modules[0]
+        holders = (module, getattr(module, "config", None))
+        found = (getattr(holder, "num_experts", None) for holder in holders)
+        return next((number for number in found if isinstance(number, int)), None)
+
     def read(self, output: Any) -> tuple[Tensor, Tensor]:
-        """Reads a router's output: (logits [t, E] with their graph, experts [t, k] int64). A router that returns no
-        experts is taken to choose those with the largest logits.
+        """Reads a router's output: (logits [t, E] with their graph, experts [t, k] int64). Of a router that returns
+        probabilities the logits are their logarithms. One that returns no experts is taken to choose those with the
+        largest logits.
 
         Raises:
             UnreadableRouter: the router returns no logits, or nothing says how many experts it chooses.
         """
         parts = output if isinstance(output, tuple) else (output,)
         logits = self._logits(parts).flatten(0, -2)
+        if self.kind in GIVES_PROBABILITIES:
+            logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
         for part in parts:
             if isinstance(part, Tensor) and part.dtype == torch.int64 and part.shape[:-1] == logits.shape[:1]:
                 return logits, part

@@ -92,6 +92,36 @@ def test_an_image_in_memory_is_turned_as_its_file_is(reader, tmp_path):
     assert torch.equal(reader.read([from_bytes]).pixel_values, reader.read([from_memory]).pixel_values)
 
 
+@pytest.mark.parametrize(
+    "of", [Image.Image.copy, lambda image: image.convert("L"), lambda image: image.resize((32, 16))]
+)
+def test_what_is_made_of_a_photograph_in_memory_is_turned_too(reader, tmp_path, of):
+    exif = Image.Exif()
+    exif[274] = 6
+    data = encoded(Image.linear_gradient("L").resize((32, 16)).convert("RGB"), "JPEG", exif=exif)
+    own = of(Image.open(io.BytesIO(data)))
+    assert own.format is None
+    found, expected = (reader.open(image, tmp_path, "x") for image in (own, ImageOps.exif_transpose(own)))
+    assert found.size == expected.size == [1, 8, 4]
+    assert torch.equal(reader.read([found]).pixel_values, reader.read([expected]).pixel_values)
+
+
+@pytest.mark.parametrize("is_behind", [False, True], ids=["before the pixels", "behind the pixels"])
+def test_a_png_is_turned_if_that_is_known_before_it_is_decoded(reader, tmp_path, is_behind):
+    exif = Image.Exif()
+    exif[274] = 6
+    data = encoded(Image.linear_gradient("L").resize((32, 16)).convert("RGB"), exif=exif)
+    if is_behind:
+        start = data.index(b"eXIf") - 4
+        chunk = data[start : start + 12 + int.from_bytes(data[start : start + 4], "big")]
+        end = data.index(b"IEND") - 4
+        data = data[:start] + data[start + len(chunk) : end] + chunk + data[end:]
+        assert Image.open(io.BytesIO(data)).getexif()[274] == 6
+    found = reader.open(data, tmp_path, "x")
+    assert found.size == ([1, 4, 8] if is_behind else [1, 8, 4])
+    assert reader.read([found]).sizes.tolist() == [found.size]
+
+
 def test_what_is_transparent_is_white(reader, tmp_path):
     clear, white = Image.new("RGBA", (16, 8), (255, 0, 0, 0)), Image.new("RGB", (16, 8), "white")
     palette = Image.new("P", (16, 8), 0)

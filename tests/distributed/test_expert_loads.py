@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from family_table import FAMILIES, save_model
 from tiny_models import random_samples, tiny_folder
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -167,6 +168,48 @@ def test_of_one_sequence_and_one_layer_the_loss_is_that_of_transformers(run_rank
     wanted = load_balancing_loss_func(logits, NUM_EXPERTS, NUM_CHOSEN).item()
     [found] = run_ranks(aux_loss_of, 1, str(folder), [sample])
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def router_gradients(folder, samples, coef):
+    """The reported loss, and the gradients of the routers' projections."""
+    config = EngineConfig(router_aux_loss_coef=coef)
+    engine = TrainEngine.build(Path(folder), config, device=CPU, optimizer=OptimizerConfig())
+    step = pack(samples, num_shards=1, max_tokens=64)
+    engine.forward_backward(step.shards[0], sft_loss, step.denominators)
+    named = engine._model.hf_model.named_parameters()
+    gradients = {name: p.grad.full_tensor().clone() for name, p in named if name.endswith("router.proj.weight")}
+    loss = engine.optim_step().get("train/router/aux_loss")
+    return None if loss is None else loss.result(), gradients
+
+
+def test_of_a_router_that_gives_probabilities_they_are_those_of_the_loss(run_ranks, tmp_path):
+    """Gemma 4's; by the definition, on what its projection gives."""
+    from transformers import AutoModelForCausalLM
+
+    save_model("gemma4_text", FAMILIES["gemma4_text"], tmp_path)
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **options).eval()
+    samples, seen = random_samples([11, 7]), []
+    for name, module in model.named_modules():
+        if name.endswith("router.proj"):
+            module.register_forward_hook(lambda _module, _args, scores: seen.append(scores.flatten(0, -2)))
+    for sample in samples:
+        model(input_ids=sample.token_ids[None], use_cache=False)
+    losses = []
+    for scores in seen:
+        num_experts = scores.shape[1]
+        shares = torch.nn.functional.one_hot(scores.topk(2).indices, num_experts).sum(1).double().mean(0)
+        losses.append(num_experts * (shares * scores.softmax(-1).mean(0)).sum())
+    wanted = sum(losses) / len(losses)
+    wanted.backward()
+    [(_, without)], [(found, gradients)] = (
+        run_ranks(router_gradients, 1, str(tmp_path), samples, coef) for coef in (0.0, COEF)
+    )
+    assert found == pytest.approx(wanted.item(), rel=1e-5)
+    assert len(gradients) == model.config.num_hidden_layers
+    for name, gradient in gradients.items():
+        expected = COEF * model.get_parameter(name).grad.float()
+        torch.testing.assert_close(gradient - without[name], expected, rtol=1e-4, atol=1e-4 * expected.abs().max())
 
 
 def aux_loss_of(folder, samples):

@@ -293,6 +293,32 @@ def replayed_groups(folder):
     return own, results
 
 
+def replayed_probabilities(folder):
+    """Of every router of Gemma 4, with random experts replayed: its probabilities, the weights and the experts that it
+    gives, and the factors of the weights."""
+    engine, found = build(folder), []
+    routers = routers_of(engine._model.hf_model)
+    for router in routers:
+        router.modules[0].register_forward_hook(lambda _module, _args, out: found.append([t.detach() for t in out]))
+    [sample] = random_samples([9], vocab=97)
+    experts = torch.rand(9, len(routers), 4).topk(2).indices.to(torch.int16)
+    step = pack([replace(sample, experts=experts)], num_shards=1, max_tokens=64)
+    engine.forward(step.shards[0])
+    factors = [router.modules[0].per_expert_scale.full_tensor() for router in routers]
+    return experts, [(*out, factor) for out, factor in zip(found, factors, strict=True)]
+
+
+def test_a_router_that_gives_probabilities_is_replayed(run_ranks, tmp_path):
+    save_model("gemma4_text", FAMILIES["gemma4_text"], tmp_path)
+    [(experts, found)] = run_ranks(replayed_probabilities, 1, str(tmp_path))
+    assert len(found) == experts.shape[1]
+    for place, (probabilities, weights, chosen, factors) in enumerate(found):
+        assert torch.equal(chosen, experts[:, place].long())
+        expected = probabilities.gather(1, chosen)
+        expected /= expected.sum(-1, keepdim=True)
+        torch.testing.assert_close(weights, expected * factors[chosen])
+
+
 GROUPS = {"n_group": 2, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
 
 

@@ -70,7 +70,11 @@ def test_what_is_not_offered_is_refused_by_its_name(more, told, param):
 
 @pytest.mark.parametrize(
     ("body", "told"),
-    [(None, "the body=null"), ([], "the body=[]"), ({"messages": []}, "model: Field required")],
+    [
+        (None, "the body is null; send a JSON object"),
+        ([], "the body is []"),
+        ({"messages": []}, "model: Field required"),
+    ],
 )
 def test_another_body_is_refused(body, told):
     with pytest.raises(ApiError, match=told.replace("[", r"\[")):
@@ -150,7 +154,7 @@ def answer():
         message=read_turn(text, 2, call_format="hermes"),
         finish_reason="tool_calls",
         num_prompt_tokens=11,
-        tokens=["a", "é", "\N{REPLACEMENT CHARACTER}"],
+        tokens=lambda: ["a", "é", "\N{REPLACEMENT CHARACTER}"],
         logprobs=[-0.5, -1.5, -2.5],
     )
 

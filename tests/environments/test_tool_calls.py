@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from shardwise.environments.tool_calls import ToolCall, hermes_calls, qwen_calls
@@ -90,3 +92,61 @@ def test_qwen_values_of_parameters_that_are_strings_are_text():
 def test_a_qwen_value_beyond_what_python_reads_as_json_is_text(value):
     text = f"<tool_call><function=a><parameter=b>{value}</parameter></function></tool_call>"
     assert qwen_calls(text) == [ToolCall(name="a", arguments={"b": value})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_null"),
+    [
+        ({"type": ["string", "null"]}, True),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, True),
+        ({"oneOf": [{"type": "string", "pattern": "x"}, {"type": ["string"]}]}, False),
+        ({"anyOf": [{"type": "string", "nullable": True}]}, True),
+    ],
+)
+def test_a_qwen_value_that_may_be_a_string_or_null_is_a_text_or_none(schema, is_null):
+    """As pydantic and OpenAI's strict mode write what may be left out."""
+    tools = [{"function": {"name": "put", "parameters": {"properties": {"code": schema}}}}]
+    text = "<tool_call><function=put><parameter=code>{}</parameter></function></tool_call>"
+    assert qwen_calls(text.format("02134"), tools)[0].arguments == {"code": "02134"}
+    assert qwen_calls(text.format("true"), tools)[0].arguments == {"code": "true"}
+    assert qwen_calls(text.format("null"), tools)[0].arguments == {"code": None if is_null else "null"}
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": ["string", "integer"]}, {"anyOf": [{"type": "string"}, {"$ref": "#"}]}, {}]
+)
+def test_a_qwen_value_that_may_be_something_else_is_read_as_json(schema):
+    tools = [{"function": {"name": "put", "parameters": {"properties": {"code": schema}}}}]
+    text = "<tool_call><function=put><parameter=code>12</parameter></function></tool_call>"
+    assert qwen_calls(text, tools)[0].arguments == {"code": 12}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_numbers_that_json_does_not_have_are_none(number):
+    """A client could not read them where they are written again."""
+    (call,) = hermes_calls(f'<tool_call>{{"name": "f", "arguments": {{"x": [{number}]}}}}</tool_call>')
+    assert call.error == f"the tool call is not valid JSON: {number} is no number of JSON"
+    (call,) = qwen_calls(f"<tool_call><function=f><parameter=x>{number}</parameter></function></tool_call>")
+    assert call == ToolCall(name="f", arguments={"x": number})
+
+
+@pytest.mark.parametrize("read", [hermes_calls, qwen_calls])
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "<tool_call>",
+        "<function=",
+        "<function=a",
+        "<function=a>",
+        "<parameter=",
+        "<parameter=a>\n",
+        "<parameter=a>\n<",
+        "\n",
+    ],
+)
+@pytest.mark.parametrize("end", ["", "</parameter>", "</function></tool_call>"])
+def test_a_policy_that_repeats_itself_is_read_in_time_that_grows_with_the_text(read, tag, end):
+    text = "<tool_call><function=f>" + 20_000 * tag + end
+    began = time.monotonic()
+    read(text)
+    assert time.monotonic() - began < 5, "minutes, where every tag looks through the whole text"

@@ -9,6 +9,7 @@ from family_table import FAMILIES, random_model
 from torch import nn
 
 from shardwise.families import Router, UnreadableRouter, proven_record, routers_of
+from shardwise.families.routers import GIVES_PROBABILITIES
 
 WITH_EXPERTS = [
     family for family in FAMILIES if proven_record().get(family, {}).get("expert_parallel", NO_EXPERTS) != NO_EXPERTS
@@ -37,8 +38,11 @@ def test_what_is_read_is_what_transformers_records_and_gives_its_experts(family)
         ]
     else:
         assert len(routers) == len(recorded) > 0
-        for logits, (_, _, found, _) in zip(recorded, read, strict=True):
-            assert torch.equal(found, logits.flatten(0, -2))
+        for given_out, (router, _, found, _) in zip(recorded, read, strict=True):
+            is_probability = torch.allclose(given_out.sum(-1), torch.ones(()))
+            assert is_probability == (router.kind in GIVES_PROBABILITIES)
+            expected = given_out.log() if is_probability else given_out
+            torch.testing.assert_close(found, expected.flatten(0, -2), rtol=0, atol=0)
     for place, (router, output, logits, experts) in enumerate(read):
         if family in OTHERS_THAN_FUSED:
             assert torch.equal(experts.sort().values, logits.topk(experts.shape[1]).indices.sort().values)

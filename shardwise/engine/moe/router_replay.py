@@ -159,9 +159,8 @@ class _Replayed(TorchFunctionMode):
 
 
 def _num_experts(router: Router) -> int:
-    found = getattr(router.modules[0], "num_experts", None)
-    if isinstance(found, int):
-        return found
+    if router.num_experts is not None:
+        return router.num_experts
     raise ModelError(
         f"rollout.router_replay=true: {router.kind} does not say in num_experts how many it has; set "
         "it to false for this model"

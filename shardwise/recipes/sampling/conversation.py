@@ -1,8 +1,9 @@
 """An episode whose turns are asked for by chat requests: translates between messages and the tokens to train on."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 from transformers import PreTrainedTokenizerBase
@@ -126,7 +127,8 @@ class Conversation:
         message = chat_format.read_turn(
             before_stop(text, self._request.stop),
             self.num_turns,
-            call_format=self._call_format if asked.reads_calls else None,
+            # One that was cut may lack arguments, and reads as if it were whole.
+            call_format=self._call_format if asked.reads_calls and turn.finish_reason == "stop" else None,
             tools=self._tools,
         )
         new = asked.messages[len(self._messages) :] if self._turns else []
@@ -140,7 +142,7 @@ class Conversation:
                 message=message,
                 finish_reason=ended if turn.finish_reason == "stop" else "length",
                 num_prompt_tokens=len(asked.request.prompt_ids),
-                tokens=[self._tokenizer.decode([token_id]) for token_id in turn.token_ids],
+                tokens=partial(_decoded_one_by_one, self._tokenizer, turn.token_ids),
                 logprobs=turn.logprobs,
             )
         )
@@ -275,3 +277,7 @@ class Conversation:
     def _refuse(self, why: str, *, code: str = chat_format.CONTEXT_EXCEEDED) -> NoReturn:
         self.refusal = why
         raise ApiError(400, why, code=code, param="messages")
+
+
+def _decoded_one_by_one(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    return [tokenizer.decode([token_id]) for token_id in token_ids]

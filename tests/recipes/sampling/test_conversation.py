@@ -109,6 +109,22 @@ def test_the_prompt_of_the_row_needs_no_other(begin, tokenizer):
     assert conversation.episode(row(asked.prompt_ids), Answer(), version=0).completion.prompt_ids is None
 
 
+@pytest.mark.parametrize(
+    ("call_format", "text"),
+    [
+        ("qwen", "<tool_call><function=f>\n<parameter=s>\n12\n</parameter>\n"),
+        ("qwen", "<tool_call><function=f>"),
+        ("hermes", '<tool_call>{"name": "f"}'),
+    ],
+)
+def test_a_call_that_was_cut_is_text(begin, tokenizer, call_format, text):
+    """Arguments may be missing, and a client that makes it would do something else than was meant."""
+    first, _ = say(begin(call_format=call_format), tokenizer, text, USER, tools=TOOLS, ends=False)
+    assert first == {"role": "assistant", "content": text}
+    first, _ = say(begin(call_format=call_format), tokenizer, text, USER, tools=TOOLS)
+    assert [call["function"]["name"] for call in first["tool_calls"]] == ["f"]
+
+
 def test_a_turn_that_was_cut_is_ended_before_what_is_new(begin, tokenizer):
     conversation = begin()
     first, _ = say(conversation, tokenizer, "5", USER, ends=False, max_completion_tokens=1)
