@@ -350,7 +350,7 @@ class OptimizerConfig(Config):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The learning rate at the end of linear, cosine and wsd, as a share of the peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay of matrices; norms, biases and embeddings are never decayed."""
+    """Decoupled weight decay of matrices; norms, biases, embeddings and learnt vectors are never decayed."""
     adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8

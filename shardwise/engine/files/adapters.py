@@ -9,14 +9,15 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig as PeftLoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -30,7 +31,15 @@ from shardwise.engine.files.loading import LOADABLE_DTYPES, LOADABLE_NAMES
 from shardwise.engine.files.safetensors_file import SafetensorsReader, differences
 from shardwise.engine.gathering import gathered, gathered_in_order
 from shardwise.engine.heads import VALUE_PROJECTIONS, HeadName
-from shardwise.engine.lora import ADAPTER, TASK_TYPES, adapted_weights, adapter_names, inject_lora, stored_config
+from shardwise.engine.lora import (
+    ADAPTER,
+    FILE_PREFIX,
+    TASK_TYPES,
+    adapted_weights,
+    adapter_names,
+    inject_lora,
+    stored_config,
+)
 from shardwise.engine.quantized import FORMAT, quantized_weights
 from shardwise.engine.shards import local_box, local_shard
 from shardwise.ops import nonfinite_names
@@ -195,13 +204,13 @@ class StoredForm:
     def of(cls, folder: Path) -> Self:
         """Reads it from the folder. Raises ModelError: there is no adapter, or it is not one of LoRA."""
         stored = stored_config(folder)
-        targets = stored.target_modules
         with closing(SafetensorsReader(folder / ADAPTER_SAFE_WEIGHTS_NAME)) as file:
             is_quantized = _QUANTIZE_BASE in file.metadata
+            targets = _target_modules(stored, file.specs)
         lora = LoraConfig(
             rank=stored.r,
             alpha=stored.lora_alpha,
-            target_modules=targets if isinstance(targets, str) else sorted(targets or ()),
+            target_modules=targets,
             target_parameters=sorted(stored.target_parameters or ()),
             # peft names every possible value head; ours are trained whole without being named.
             modules_to_save=[name for name in stored.modules_to_save or () if name not in VALUE_PROJECTIONS],
@@ -211,6 +220,20 @@ class StoredForm:
         )
         heads = {task_type: head for head, task_type in TASK_TYPES.items()}
         return cls(lora, heads.get(stored.task_type, "logprobs"))
+
+
+def _target_modules(stored: PeftLoraConfig, tensors: Iterable[str]) -> Literal["all-linear"] | list[str]:
+    """Returns the modules that an adapter is on. For peft they may also be a pattern, and some layers of a model alone:
+    then those that tensors of the adapter are named for."""
+    targets = stored.target_modules
+    if targets == "all-linear":
+        return "all-linear"
+    if stored.layers_to_transform is None and not isinstance(targets, str):
+        return sorted(targets or ())
+    ending = ".lora_A.weight"
+    paths = {name.removeprefix(FILE_PREFIX).removesuffix(ending) for name in tensors if name.endswith(ending)}
+    holders = {parameter.rpartition(".")[0] for parameter in stored.target_parameters or ()}
+    return sorted(path for path in paths if not any(f".{path}".endswith(f".{holder}") for holder in holders))
 
 
 @torch.no_grad()
@@ -230,12 +253,13 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, require_finite: bool =
 
 def _load_rows(model: PreTrainedModel, folder: Path, *, require_finite: bool) -> None:
     try:
-        stored_config = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())
-        if not isinstance(stored_config, dict):
+        written = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())
+        if not isinstance(written, dict):
             raise ValueError(f"{ADAPTER_CONFIG_NAME} is not a JSON object")
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} cannot be read as a LoRA adapter: {error}") from None
-    _check_config(model, folder, stored_config)
+    stored = stored_config(folder)  # where a key is not written, peft's default is meant
+    _check_config(model, folder, written | {key: getattr(stored, key) for key in _KEYS_OF_OURS})
     state = model.state_dict()
     wanted = {in_file: state[name] for name, in_file in adapter_names(model).items()}
     with closing(SafetensorsReader(folder / ADAPTER_SAFE_WEIGHTS_NAME, require_finite=require_finite)) as file:

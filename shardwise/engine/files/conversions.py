@@ -8,7 +8,8 @@ model at once; here every block is converted by itself, so that only one at a ti
 
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -102,6 +103,10 @@ class ImportBlock:
             return False
         merge, *rest = self._transform.converter.operations
         return isinstance(merge, MergeModulelist) and merge.dim == 0 and all(_keeps_rows(op) for op in rest)
+
+    def filling(self, target: str) -> Self:
+        """Returns a renaming block with another target."""
+        return replace(self, first_target=target, _transform=replace(self._transform, key=target))
 
     def takes(self, shape: tuple[int, ...], written: tuple[int, ...]) -> bool:
         """Returns whether a stored tensor may have this shape, though a written one has another: transformers also

@@ -196,8 +196,9 @@ def checked_blocks(
     """
     if fresh is not None:
         _check_value_head(f"{value_projection_name(model)}.weight", source, fresh)
-    blocks, unused = import_blocks(model, runtime, source.specs)
     originals: dict[str, str] = model.get_expanded_tied_weights_keys()
+    blocks, unused = import_blocks(model, runtime, source.specs)
+    blocks = _filling_originals(blocks, originals)
     missing, expected = _expected_tensors(model, runtime, {block.first_target: block for block in blocks})
     misfits = _Misfits(missing=sorted(set(missing) - set(fresh or ())))
     block_of = {name: block for block in blocks for name in block.stored_names()}
@@ -226,6 +227,20 @@ def checked_blocks(
     )
     misfits.raise_if_any(model, source.folder)
     return [block for block in blocks if block.first_target not in originals], copies
+
+
+def _filling_originals(blocks: list[ImportBlock], originals: Mapping[str, str]) -> list[ImportBlock]:
+    """Has a tied copy fill its original where the folder lacks that: of shared tensors safetensors' save_model keeps
+    the name that comes first in the alphabet."""
+    there = {block.first_target for block in blocks}
+    filling = []
+    for block in blocks:
+        original = originals.get(block.first_target)
+        if original is not None and original not in there and block.is_renaming:
+            there.add(original)
+            block = block.filling(original)
+        filling.append(block)
+    return filling
 
 
 def _check_value_head(name: str, source: TensorFolder, fresh: Mapping[str, Tensor]) -> None:

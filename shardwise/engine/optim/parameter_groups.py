@@ -14,6 +14,13 @@ from shardwise.engine.names import is_within, tied_elsewhere
 from shardwise.engine.runtime_state import has_adapters
 from shardwise.ops import plain_name
 
+_VECTORS_AND_EMBEDDINGS = {
+    *("A_log", "cls_token", "probe", "query"),
+    *("image_positions", "position_embedding_table", "position_embeddings"),
+}
+"""Names of parameters that are no weight of a layer: rates of decay, learnt tokens and queries, positions. They may
+have several dimensions (Kimi-Linear's A_log has one number for each head and is [1, 1, H, 1])."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedParameter:
@@ -29,8 +36,8 @@ class TrainedParameter:
     rate_prefix: str | None
     """The key of module_learning_rates that applies; None: learning_rate."""
     is_decayed: bool
-    """Matrices are decayed. Embeddings (a tied output projection is one), norms and biases are not, even with two
-    dimensions: Cohere's norms of each head, biases of fused experts."""
+    """Matrices are decayed. Embeddings (a tied output projection is one), norms, biases and learnt vectors are not,
+    even with two dimensions: Cohere's norms of each head, biases of fused experts, a tower's positions."""
     is_hidden_matrix: bool
     """Two dimensions, and inside the decoder: see `hidden_matrices`."""
     is_transposed: bool
@@ -53,8 +60,9 @@ def hidden_matrices(model: nn.Module) -> set[int]:
 
     Muon's authors leave embeddings, output projections, vectors and scalars to AdamW (Jordan et al. 2024). Left out
     here: whatever is not of two dimensions (fused experts have three), biases of fused experts, norms, weights of an
-    nn.Embedding (and so tied projections), and everything at or below a module named as in OUTPUT_PROJECTIONS. LoRA
-    adapters count as matrices, but not those of fused experts, which hold one for each expert side by side.
+    nn.Embedding (and so tied projections), learnt queries, and everything at or below a module named as in
+    OUTPUT_PROJECTIONS. LoRA adapters count as matrices, but not those of fused experts, which hold one for each expert
+    side by side.
     """
     others, of_experts = embedding_weights(model) | _norm_weights(model), _adapters_of_experts(model)
     return {
@@ -62,10 +70,15 @@ def hidden_matrices(model: nn.Module) -> set[int]:
         for name, parameter in model.named_parameters()
         if parameter.dim() == 2
         and not name.endswith("bias")
+        and _last_part(name) not in _VECTORS_AND_EMBEDDINGS
         and id(parameter) not in others
         and not plain_name(name).startswith(of_experts)
         and OUTPUT_PROJECTIONS.isdisjoint(plain_name(name).split("."))
     }
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _adapters_of_experts(model: nn.Module) -> tuple[str, ...]:
@@ -114,7 +127,10 @@ def trained_parameters(model: nn.Module, rate_prefixes: Iterable[str] = ()) -> l
                 name=name,
                 parameter=parameter,
                 rate_prefix=next((prefix for prefix in longest_first if is_within(name, prefix)), None),
-                is_decayed=parameter.dim() >= 2 and not name.endswith("bias") and id(parameter) not in undecayed,
+                is_decayed=parameter.dim() >= 2
+                and not name.endswith("bias")
+                and _last_part(name) not in _VECTORS_AND_EMBEDDINGS
+                and id(parameter) not in undecayed,
                 is_hidden_matrix=id(parameter) in matrices,
                 is_transposed=id(parameter) in transposed,
             )

@@ -282,6 +282,24 @@ def test_adapter_of_another_form_is_refused_with_both_values(run_ranks, folders,
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("missing", "update", "message"),
+    [
+        ("use_rslora", {"use_rslora": True}, "use_rslora=False (here True); give engine.lora the adapter's use_rslora"),
+        ("lora_alpha", {"alpha": 12}, "lora_alpha=8 (here 12"),
+    ],
+)
+def test_what_an_adapter_does_not_say_is_the_default_of_peft(run_ranks, folders, tmp_path, missing, update, message):
+    """Those of early releases do not say whether they are rank-stabilized."""
+    lora = VARIANTS["lora"].model_copy(update={"alpha": 12})
+    start = random_adapter(folders["llama"], lora, tmp_path / "start")
+    file = start / "adapter_config.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != missing}))
+    with pytest.raises(RankError) as error:
+        run_ranks(load_into, 1, folders["llama"], lora.model_copy(update=update), start)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize("initial", [False, "gaussian", "orthogonal"])
 def test_how_an_adapter_was_drawn_does_not_matter(run_ranks, folders, tmp_path, initial):
     lora = VARIANTS["lora"]

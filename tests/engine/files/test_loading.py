@@ -8,6 +8,7 @@ from family_table import FAMILIES as FAMILY_TABLE
 from family_table import save_model
 from ranks import RankError
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save_model as save_shared_once
 from tiny_models import FAMILIES, MOE_FAMILIES, empty_model, tiny_folder, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
@@ -175,6 +176,21 @@ def test_an_equal_tied_copy_and_rotary_frequencies_in_a_checkpoint_are_no_hindra
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, embedding)
     assert num_bytes == sum(tensor.nbytes for tensor in tensors.values()) + embedding.nbytes, "it was compared"
+
+
+def test_of_tied_weights_a_folder_may_hold_the_copy_alone(qwen):
+    """As safetensors' save_model leaves them."""
+    expected = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32)
+    save_shared_once(expected, str(qwen / SINGLE_NAME), metadata={"format": "pt"})
+    stored = load_file(qwen / SINGLE_NAME)
+    assert "lm_head.weight" in stored
+    assert "model.embed_tokens.weight" not in stored
+    model, num_bytes = load_whole(qwen)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert num_bytes == sum(tensor.nbytes for tensor in stored.values())
+    save_file(stored | {"lm_head.weight": stored["lm_head.weight"][:-1].clone()}, qwen / SINGLE_NAME)
+    with pytest.raises(ModelError, match=r"of the wrong shape \(lm_head\.weight is \["):
+        load_whole(qwen)
 
 
 def load_on_a_rank(folder):

@@ -114,6 +114,36 @@ def test_an_adapter_is_merged_as_peft_merges_it_and_the_index_counts_the_merged_
     assert index["metadata"]["total_parameters"] == found.num_parameters()
 
 
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_modules": r".*self_attn\.(q|v)_proj"},
+        {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+        {"target_modules": r".*\.0\.self_attn\.q_proj", "target_parameters": ["mlp.experts.down_proj"]},
+    ],
+    ids=["a pattern", "some layers", "a pattern beside experts"],
+)
+def test_an_adapter_whose_modules_peft_finds_in_another_way_is_merged(run_ranks, tmp_path, targets):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    family = "qwen3_moe" if "target_parameters" in targets else "llama"
+    model = get_peft_model(tiny_model(family), LoraConfig(r=3, lora_alpha=12, **targets))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    source = tiny_folder(family, tmp_path / "source")
+    run_ranks(convert, 1, str(source), str(tmp_path / "out"), "float32", "1GB", str(tmp_path / "adapter"))
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    assert sum(not torch.equal(tensor, plain[name]) for name, tensor in found.items()) >= 2
+
+
 def test_a_folder_without_an_adapter_is_refused(run_ranks, tmp_path):
     source = tiny_folder("llama", tmp_path / "source")
     with pytest.raises(RankError, match=r"ModelError: .*source cannot be read as a LoRA adapter"):
