@@ -282,7 +282,11 @@ FAMILIES |= {
         "mm_tokens_per_image": 4,
     },
     "gemma4": {
-        "text_config": COMMON | SHARED_KEYS | WIDER_HEADS | {"use_bidirectional_attention": "vision"},
+        "text_config": COMMON
+        | SHARED_KEYS
+        | WIDER_HEADS
+        | {"use_bidirectional_attention": "vision"}
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
         "vision_config": PICTURES | {"head_dim": 16, "num_key_value_heads": 2},
         "audio_config": SOUNDS,
         "image_token_id": 3,

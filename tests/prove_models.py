@@ -46,7 +46,7 @@ def page(record: Mapping[str, Mapping[str, str]], release: str) -> str:
         "beside the language model, which is proven by its own name with `_text`, they have other models. Of `llama4`",
         "`AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` writes the language model alone.",
         "",
-        f"A dash stands where a family {NO_EXPERTS}.",
+        f"A dash stands where the configuration that was proven {NO_EXPERTS}.",
         "",
         *(f"- **{check}**: {words}" for check, words in MEANING.items()),
         "",
