@@ -4,10 +4,11 @@ peft puts the adapters into the module tree before the model is sharded, so an a
 layer and is sharded like it. What is drawn, merged, read and written is in adapters.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -103,6 +104,20 @@ def stored_config(folder: Path) -> PeftLoraConfig:
         return PeftLoraConfig.from_pretrained(str(folder))
     except (ValueError, OSError, TypeError) as error:
         raise ModelError(f"{folder} cannot be read as a LoRA adapter: {error}") from None
+
+
+def stored_targets(stored: PeftLoraConfig, tensors: Iterable[str]) -> Literal["all-linear"] | list[str]:
+    """Returns the modules that an adapter is on. For peft they may also be a pattern, and some layers of a model alone:
+    then those that tensors of the adapter are named for."""
+    targets = stored.target_modules
+    if targets == "all-linear":
+        return "all-linear"
+    if stored.layers_to_transform is None and not isinstance(targets, str):
+        return sorted(targets or ())
+    ending = ".lora_A.weight"
+    paths = {name.removeprefix(FILE_PREFIX).removesuffix(ending) for name in tensors if name.endswith(ending)}
+    holders = {parameter.rpartition(".")[0] for parameter in stored.target_parameters or ()}
+    return sorted(path for path in paths if not any(f".{path}".endswith(f".{holder}") for holder in holders))
 
 
 def _refused_by_peft(model: PreTrainedModel, config: LoraConfig, problem: str) -> str:

@@ -9,15 +9,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig as PeftLoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,12 +32,12 @@ from shardwise.engine.gathering import gathered, gathered_in_order
 from shardwise.engine.heads import VALUE_PROJECTIONS, HeadName
 from shardwise.engine.lora import (
     ADAPTER,
-    FILE_PREFIX,
     TASK_TYPES,
     adapted_weights,
     adapter_names,
     inject_lora,
     stored_config,
+    stored_targets,
 )
 from shardwise.engine.quantized import FORMAT, quantized_weights
 from shardwise.engine.shards import local_box, local_shard
@@ -206,7 +205,7 @@ class StoredForm:
         stored = stored_config(folder)
         with closing(SafetensorsReader(folder / ADAPTER_SAFE_WEIGHTS_NAME)) as file:
             is_quantized = _QUANTIZE_BASE in file.metadata
-            targets = _target_modules(stored, file.specs)
+            targets = stored_targets(stored, file.specs)
         lora = LoraConfig(
             rank=stored.r,
             alpha=stored.lora_alpha,
@@ -220,20 +219,6 @@ class StoredForm:
         )
         heads = {task_type: head for head, task_type in TASK_TYPES.items()}
         return cls(lora, heads.get(stored.task_type, "logprobs"))
-
-
-def _target_modules(stored: PeftLoraConfig, tensors: Iterable[str]) -> Literal["all-linear"] | list[str]:
-    """Returns the modules that an adapter is on. For peft they may also be a pattern, and some layers of a model alone:
-    then those that tensors of the adapter are named for."""
-    targets = stored.target_modules
-    if targets == "all-linear":
-        return "all-linear"
-    if stored.layers_to_transform is None and not isinstance(targets, str):
-        return sorted(targets or ())
-    ending = ".lora_A.weight"
-    paths = {name.removeprefix(FILE_PREFIX).removesuffix(ending) for name in tensors if name.endswith(ending)}
-    holders = {parameter.rpartition(".")[0] for parameter in stored.target_parameters or ()}
-    return sorted(path for path in paths if not any(f".{path}".endswith(f".{holder}") for holder in holders))
 
 
 @torch.no_grad()
