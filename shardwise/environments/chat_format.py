@@ -185,8 +185,8 @@ class ChatAnswer:
     """The message in the form of `plain_message`; calls have ids."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     num_prompt_tokens: int
-    tokens: Callable[[], list[str]] = field(repr=False)
-    """Decodes the sampled tokens, each by itself, for a client that asks for logprobs."""
+    decode_tokens: Callable[[], list[str]] = field(repr=False)
+    """Returns the sampled tokens, each as text; called for a client that asks for logprobs."""
     logprobs: list[float] = field(repr=False)
     """Logprobs of the tokens, in nats."""
 
@@ -251,7 +251,7 @@ def _end(answer: ChatAnswer, *, logprobs: bool) -> dict[str, Any]:
         return {"finish_reason": answer.finish_reason, "logprobs": None}
     told = [
         {"token": token, "logprob": logprob, "bytes": _bytes_of(token), "top_logprobs": []}
-        for token, logprob in zip(answer.tokens(), answer.logprobs, strict=True)
+        for token, logprob in zip(answer.decode_tokens(), answer.logprobs, strict=True)
     ]
     return {"finish_reason": answer.finish_reason, "logprobs": {"content": told}}
 

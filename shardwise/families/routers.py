@@ -4,6 +4,7 @@ shape decides how they are computed.
 Shapes: t tokens, E experts, k experts that each token goes to.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,9 +71,7 @@ class Router:
     def num_experts(self) -> int | None:
         """E, as the module or its config says it; None where neither does."""
         module = self.modules[0]
-        holders = (module, getattr(module, "config", None))
-        found = (getattr(holder, "num_experts", None) for holder in holders)
-        return next((number for number in found if isinstance(number, int)), None)
+        return _number(["num_experts"], module, getattr(module, "config", None))
 
     def read(self, output: Any) -> tuple[Tensor, Tensor]:
         """Reads a router's output: (logits [t, E] with their graph, experts [t, k] int64). Of a router that returns
@@ -163,5 +162,10 @@ def _recorded_classes(model: Any) -> dict[type[nn.Module], int]:
 
 def _num_chosen(*holders: Any) -> int | None:
     """k, under the names that families give it, from the first holder (router, block, config) that has it."""
-    known = (getattr(holder, name, None) for holder in holders for name in ("top_k", "num_experts_per_tok"))
+    return _number(["top_k", "num_experts_per_tok"], *holders)
+
+
+def _number(names: Sequence[str], *holders: Any) -> int | None:
+    """The number that the first of `holders` to have one has under one of these names."""
+    known = (getattr(holder, name, None) for holder in holders for name in names)
     return next((number for number in known if isinstance(number, int)), None)

@@ -586,6 +586,7 @@ LONG = "A" * 100_000
         ("<image>", ["none.png"], "image 1 (none.png): there is no file"),
         ("<image>", ["text.png"], "image 1 (text.png) is damaged, or no image: none of JPEG, PNG, WEBP"),
         ("<image>", ["https://example.org/a.png"], "image 1: 'https://example.org/a.png' is a URL; download"),
+        ("<image>", ["file:///data/a.png"], "image 1: 'file:///data/a.png' is a URL; give the path alone, without"),
         ("<image>", [LONG], f"image 1 ({LONG[:60]}...): there is no file"),
         ("<image>", [f"data:image/png;base64,{LONG}"], "AAAAA...' is a data URL; decode it, and give a file's path or"),
         ("<image>", ["."], "is a folder; give the path of an image file in it"),

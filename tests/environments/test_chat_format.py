@@ -154,7 +154,7 @@ def answer():
         message=read_turn(text, 2, call_format="hermes"),
         finish_reason="tool_calls",
         num_prompt_tokens=11,
-        tokens=lambda: ["a", "é", "\N{REPLACEMENT CHARACTER}"],
+        decode_tokens=lambda: ["a", "é", "\N{REPLACEMENT CHARACTER}"],
         logprobs=[-0.5, -1.5, -2.5],
     )
 

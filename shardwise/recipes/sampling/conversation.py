@@ -142,7 +142,7 @@ class Conversation:
                 message=message,
                 finish_reason=ended if turn.finish_reason == "stop" else "length",
                 num_prompt_tokens=len(asked.request.prompt_ids),
-                tokens=partial(_decoded_one_by_one, self._tokenizer, turn.token_ids),
+                decode_tokens=partial(_decoded_one_by_one, self._tokenizer, turn.token_ids),
                 logprobs=turn.logprobs,
             )
         )
