@@ -5,7 +5,6 @@
 Every function gets `join(medium class, **options)`, which joins the medium with this end's rank.
 """
 
-import multiprocessing
 import os
 import signal
 import time
@@ -17,10 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import fork_server
 
 from shardwise.checksum import checksums
-
-PRELOAD = ["torch", "transformers", "safetensors.torch", "shardwise.engine"]  # as ranks.py: one fork server for both
 
 
 class Died(Exception):
@@ -30,8 +28,7 @@ class Died(Exception):
 def run_ends(functions: list[Callable[..., Any]], folder: Path, *, timeout_seconds: float = 60.0) -> list[Any]:
     """Runs functions[0] as the sender and the others as receivers. Returns results, or the exceptions that were raised
     (Died where a process was killed). Stopped processes are killed once the others have answered."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_server()
     store = str(folder / f"store-{time.monotonic_ns()}")
     pipes = [context.Pipe() for _ in functions]
     processes = [

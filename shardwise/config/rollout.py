@@ -41,7 +41,8 @@ class SamplingConfig(Config):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this times the most likely token's probability; 0 disables it."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Strings that end a turn as soon as its text holds one of them; the tokens that wrote it are kept."""
+    """Strings that end a turn as soon as its text holds one of them; the tokens that wrote it are kept. Text has no
+    special tokens: those go into stop_token_ids."""
     stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
     """Tokens that end a turn, beside the model's own end-of-sequence tokens."""
     bad_token_ids: list[NonNegativeInt] = Field(default_factory=list)

@@ -40,6 +40,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
         model.context.require(*longest_sequence(config))
         model.warn_of_refused_images()
         require_tool_tags(config.rollout.environment, model.tokenizer)
+        model.require_visible_stops(config.rollout)
         if config.data.apply_chat_template:
             model.warn_of_endless_turns(config.rollout)
         rows = prompt_examples(

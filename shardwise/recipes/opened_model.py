@@ -88,6 +88,19 @@ class OpenedModel:
         if isinstance(self.vision, UnusableProcessor):
             warn(f"{self.vision.reason}; until then rows with images are refused")
 
+    def require_visible_stops(self, rollout: SamplingConfig) -> None:
+        """Raises ConfigError: a stop string has a special token, which the text of completions lacks."""
+        for text in rollout.stop:
+            token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+            if self.tokenizer.decode(token_ids) == self.tokenizer.decode(token_ids, skip_special_tokens=True):
+                continue
+            is_token = len(token_ids) == 1
+            raise ConfigError(
+                f"rollout.stop has {text!r}, which {'is' if is_token else 'has'} a special token, and completions are "
+                "read without these, so it would never be found; "
+                + (f"use rollout.stop_token_ids=[{token_ids[0]}]" if is_token else "give its ordinary text alone")
+            )
+
     def warn_of_endless_turns(self, rollout: SamplingConfig) -> None:
         """Warns if the token that ends turns in the chat template does not end completions."""
         if (end := self.turn_end_id) is not None and end not in rollout.stop_token_ids:

@@ -133,6 +133,7 @@ def _open(config: RLConfig) -> _Inputs:
     model = open_model(config.model)
     model.context.require(*longest_sequence(config))
     require_tool_tags(config.rollout.environment, model.tokenizer)
+    model.require_visible_stops(config.rollout)
     if config.data.apply_chat_template:
         model.warn_of_endless_turns(config.rollout)
     companions = open_companions(config, model)

@@ -115,14 +115,15 @@ class CachedModel:
         project = project_float32 if self.kernels is None else self.kernels.project
         return self._transform.forward_(project(hidden, projection))
 
-    def is_stopped(self, token_ids: list[int], stop: Sequence[str]) -> bool:
-        """Whether the last token ends the completion, or completes a stop string in its text."""
+    def is_stopped(self, token_ids: list[int], stop: Sequence[str], *, begun: Sequence[int] = ()) -> bool:
+        """Whether the last token ends the completion, or completes a stop string in its text, which may begin in
+        `begun`, the tokens before these."""
         if token_ids[-1] in self._stop_ids:
             return True
         if not stop:
             return False
         assert self._decode is not None, "stop strings need an engine that was given `decode`"
-        return brings_stop(token_ids, stop, self._decode)
+        return brings_stop(token_ids, stop, self._decode, begun=begun)
 
     def _read(self, tokens: Tensor, images: Images | None = None) -> tuple[Tensor, KVCache]:
         """Reads one sequence: tokens [L] -> hidden states [L, D], and its cache. Raises as `hidden_states`."""

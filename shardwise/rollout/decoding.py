@@ -209,12 +209,7 @@ class Decoding:
                 )
             row.token_ids.append(token)
             row.logprobs.append(logprob)
-            said = (
-                request.partial_token_ids + row.token_ids
-                if request.partial_token_ids and request.stop
-                else row.token_ids
-            )
-            stop = self._model.is_stopped(said, request.stop)
+            stop = self._model.is_stopped(row.token_ids, request.stop, begun=request.partial_token_ids)
             if stop or len(row.token_ids) == request.max_tokens:
                 finished[slot] = "stop" if stop else "length"
         rows = [(self.rows[slot], reason) for slot, reason in finished.items()]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 
 Decode = Callable[[list[int]], str]
 
@@ -9,9 +10,12 @@ _MAX_TOKENS_PER_CHAR = 4
 """A UTF-8 character has up to 4 bytes, and a byte-level token may be a single one."""
 
 
-def brings_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> bool:
-    """Whether the text of the last tokens contains one of the stop strings."""
-    tail = decode(list(token_ids[-_num_holding(reversed(token_ids), stop, decode) :]))
+def brings_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Decode, *, begun: Sequence[int] = ()) -> bool:
+    """Whether the text of the last tokens contains one of the stop strings, which may have begun in `begun`, the tokens
+    before them. The time that it takes depends on the strings, and not on how many tokens there are."""
+    count = _num_holding(chain(reversed(token_ids), reversed(begun)), stop, decode)
+    before = max(0, count - len(token_ids))
+    tail = decode([*begun[len(begun) - before :], *token_ids[-count:]])
     return any(text in tail for text in stop)
 
 
@@ -21,7 +25,7 @@ def first_stop_across(
     """Returns after how many of `token_ids` the text contains a stop string that may have begun before them, in
     `begun`; None if it never does. Stop strings that begin later are for the engine to find."""
     for count in range(1, _num_holding(token_ids, stop, decode) + 1):
-        if brings_stop([*begun, *token_ids[:count]], stop, decode):
+        if brings_stop(token_ids[:count], stop, decode, begun=begun):
             return count
     return None
 

@@ -276,6 +276,17 @@ def test_a_turn_end_that_ends_no_completion_is_known_and_warned_of(base_folder, 
     assert open_folder(base_folder).turn_end_id is None
 
 
+def test_stop_strings_that_no_completion_can_show_are_refused(folder):
+    model = open_folder(folder)
+    end = model.tokenizer.eos_token
+    model.require_visible_stops(SamplingConfig(stop=["5", "\n\n", " =", "é"]))
+    instead = rf"is a special token, .*use rollout\.stop_token_ids=\[{model.tokenizer.eos_token_id}\]$"
+    with pytest.raises(ConfigError, match=instead):
+        model.require_visible_stops(SamplingConfig(stop=["5", end]))
+    with pytest.raises(ConfigError, match=r"has a special token, .*give its ordinary text alone$"):
+        model.require_visible_stops(SamplingConfig(stop=[f"{end}\n5"]))
+
+
 @pytest.mark.parametrize("apply_chat_template", [True, False])
 def test_what_was_trained_to_end_turns_ends_completions_there(base_folder, group_of_one, tmp_path, apply_chat_template):
     rows = tmp_path / "rows.jsonl"

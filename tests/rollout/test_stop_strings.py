@@ -44,6 +44,24 @@ def test_half_a_character_is_on_each_side():
     assert first_stop_across([65, text[0]], list(text[1:]), ["ä!"], decode) == 2
 
 
+@pytest.mark.parametrize(
+    ("begun", "sampled", "expected"),
+    [("so <en", "d>", True), ("so <en", "d", False), ("", "<end>", True)],
+)
+def test_a_stop_string_may_have_begun_before(begun, sampled, expected):
+    assert brings_stop(list(sampled.encode()), ["<end>"], decode, begun=list(begun.encode())) is expected
+
+
+def test_looking_for_a_stop_string_reads_only_the_last_tokens():
+    class Long(list):
+        def __iter__(self):
+            raise AssertionError("all of it is read")
+
+    begun, sampled = Long(b"a" * 10_000 + b"so <en"), Long(b"d>")
+    assert brings_stop(sampled, ["<end>"], decode, begun=begun)
+    assert not brings_stop(sampled, ["<and>"], decode, begun=begun)
+
+
 @pytest.mark.parametrize("num_special", [1, 8, 100])
 def test_special_tokens_inside_a_stop_string_do_not_hide_it(num_special):
     between = [SPECIAL] * num_special

@@ -1,6 +1,5 @@
 """Writes each rank's part of a checkpoint in the background, while its engines train on."""
 
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import ExportError, ModelConfig, ModelError
+from shardwise.console import on_host
 from shardwise.data import load_tokenizer
 from shardwise.engine import StagedExport, named_failures
 from shardwise.engine.files.state_files import ShardFile
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     Staged = StagedExport | StagedAdapter | StagedState
 
 Outcome = dict[str, Any]
-"""{"result": a call's result, "error": why there is none, or ""}: one rank's failure must not end the others."""
+"""{"result": a call's result, "error": why there is none, or "", "host": `on_host()`}: one rank's failure must not end
+the others."""
 
 
 class CheckpointWriter:
@@ -91,7 +92,7 @@ class CheckpointWriter:
         records = {
             subfolder: None if file.result() is None else asdict(file.result()) for subfolder, file in files.items()
         }
-        return {"result": records, "error": failures[0] if failures else ""}
+        return {"result": records, "error": failures[0] if failures else "", "host": on_host()}
 
     def finish(self, checkpoint: str, written: Sequence[dict[str, Any]]) -> Outcome:
         """Has rank 0 write the indexes, when every rank has written; `written`: what `write` returned, by rank. What
@@ -116,8 +117,7 @@ def _make_inside(checkpoint: Path, path: Path) -> None:
     """Makes a folder in the one that rank 0 has made. Raises ExportError: this rank does not see that; OSError."""
     if not checkpoint.is_dir():
         raise ExportError(
-            f"{checkpoint} is not there on {socket.gethostname()}: trainer.output_dir has to be on a file system that "
-            "all ranks share"
+            f"{checkpoint} is not there: trainer.output_dir has to be on a file system that all ranks share"
         )
     path.mkdir(parents=True, exist_ok=True)
 
@@ -125,6 +125,6 @@ def _make_inside(checkpoint: Path, path: Path) -> None:
 def _outcome(folder: Path, work: Callable[[], Any]) -> Outcome:
     try:
         with named_failures(folder):
-            return {"result": work(), "error": ""}
+            return {"result": work(), "error": "", "host": on_host()}
     except (ExportError, ModelError) as error:
-        return {"result": None, "error": str(error)}
+        return {"result": None, "error": str(error), "host": on_host()}

@@ -82,7 +82,8 @@ class StagedEngines:
         outcomes = self.group.call(method, *args)
         for rank, outcome in enumerate(outcomes):
             if outcome["error"]:
-                raise ExportError(outcome["error"] if len(outcomes) == 1 else f"rank {rank}: {outcome['error']}")
+                where = "" if len(outcomes) == 1 else f"rank {rank}{outcome['host']}: "
+                raise ExportError(f"{where}{outcome['error']}")
         return [outcome["result"] for outcome in outcomes]
 
 

@@ -139,7 +139,7 @@ def test_a_rank_that_cannot_write_says_so_and_the_next_checkpoint_is_whole(run_r
         assert "Is a directory" in errors[0]
         assert errors[1] == ""
         assert later == [""]
-        assert cleared == {"result": {}, "error": ""}
+        assert cleared == {"result": {}, "error": "", "host": ""}
     assert (out / "good/hf/model.safetensors").is_file()
     assert (out / "good" / STATE / "index.json").is_file()
     assert not (out / "empty").exists()
@@ -165,16 +165,19 @@ def test_a_state_is_written_while_parts_of_the_model_are_awaited(tmp_path):
     writer = CheckpointWriter(0, links=None)
     writer.add_export("policy", "hf", WaitingExport(), ModelConfig(path="m"))
     writer.add_state("policy", STATE, MarkedState())
-    assert writer.write(str(tmp_path)) == {"result": {STATE: asdict(ShardFile(0, "", {}))}, "error": ""}
+    outcome = writer.write(str(tmp_path))
+    assert outcome == {"result": {STATE: asdict(ShardFile(0, "", {}))}, "error": "", "host": ""}
 
 
-def test_a_rank_that_does_not_see_the_checkpoint_makes_none_of_its_own(tmp_path):
+def test_a_rank_that_does_not_see_the_checkpoint_makes_none_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     writer = CheckpointWriter(1, links=None)
     writer.add_state("policy", STATE, MarkedState())
     outcome = writer.write(str(tmp_path / ".step_6.tmp"))
+    assert outcome["host"] == f" on {socket.gethostname()}"
     assert outcome["error"] == (
-        f"{tmp_path}/.step_6.tmp is not there on {socket.gethostname()}: trainer.output_dir has to be on a file system "
-        "that all ranks share"
+        f"{tmp_path}/.step_6.tmp is not there: trainer.output_dir has to be on a file system that all ranks share"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -33,8 +33,8 @@ def test_live_engines_write_no_state_that_is_not_saved(tmp_path, engines):
 
 
 def test_staged_engines_are_copied_once_and_written_by_the_writers(tmp_path, engines, fake_group):
-    answers = {"write": lambda rank, _: {"result": rank, "error": ""}, "finish": lambda *_: {"result": {}, "error": ""}}
-    writers = fake_group(2, **answers, hash_files=lambda rank, _: {"result": {"rank": rank}, "error": ""})
+    answers = {"write": lambda rank, _: outcome(rank), "finish": lambda *_: outcome({})}
+    writers = fake_group(2, **answers, hash_files=lambda rank, _: outcome({"rank": rank}))
     files = StagedEngines(engines, writers, with_state=False)
     for _ in range(2):
         files.write(tmp_path)
@@ -44,11 +44,20 @@ def test_staged_engines_are_copied_once_and_written_by_the_writers(tmp_path, eng
     assert arguments(writers, "finish")[0] == (str(tmp_path), [0, 1])
 
 
-@pytest.mark.parametrize(("size", "message"), [(1, "^disk full$"), (2, "^rank 1: disk full$")])
-def test_an_error_of_a_writer_names_its_rank_where_there_are_several(tmp_path, engines, fake_group, size, message):
+@pytest.mark.parametrize(
+    ("size", "host", "message"),
+    [(1, "", "^disk full$"), (2, "", "^rank 1: disk full$"), (2, " on b", "^rank 1 on b: disk full$")],
+)
+def test_an_error_of_a_writer_names_its_rank_and_host_where_there_are_several(
+    tmp_path, engines, fake_group, size, host, message
+):
     def write(rank, _):
-        return {"result": {}, "error": "disk full" if rank == size - 1 else ""}
+        return outcome({}, "disk full" if rank == size - 1 else "", host)
 
     files = StagedEngines(engines, fake_group(size, write=write), with_state=True)
     with pytest.raises(ExportError, match=message):
         files.write(tmp_path)
+
+
+def outcome(result, error="", host=""):
+    return {"result": result, "error": error, "host": host}
