@@ -78,6 +78,7 @@ from shardwise.config.resume import (
     changes_that_matter,
     is_among,
     require_known_keys,
+    require_known_length,
     without_places,
 )
 from shardwise.config.reward import EnvironmentReward, FunctionReward, JudgeReward, ModelReward, RewardConfig

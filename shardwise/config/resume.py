@@ -58,6 +58,30 @@ _ROW_KEYS = ("data", "model", "loss", "rollout.environment")
 LENGTH_KEYS = frozenset(("trainer.total_steps", "trainer.num_epochs"))
 """Keys that may change too, where no learning rate depends on the length of the run."""
 
+_BATCH_KEYS = ("trainer.batch_size", "rollout.num_prompts")
+"""Keys of how many rows a step takes."""
+
+
+def require_known_length(before: dict[str, Any], config: TrainingConfig, *, num_steps: int) -> None:
+    """Raises ConfigError: steps take another number of rows than those that are done, and epochs, which would then end
+    in the middle of a step or never, give the length of the run.
+
+    Args:
+        before: as in `changes_that_matter`.
+        num_steps: steps that are done.
+    """
+    if config.trainer.total_steps is not None:
+        return
+    old, new = dict(leaves(before)), dict(leaves(config.model_dump(mode="json")))
+    for key in _BATCH_KEYS:
+        if key in old and key in new and old[key] != new[key]:
+            raise ConfigError(
+                f"{key} was {old[key]} in the {num_steps} steps that are done and is {new[key]}, and "
+                "trainer.num_epochs gives the length of a run whose steps are alike; set trainer.total_steps to the "
+                f"number of all steps of this one, those {num_steps} included, and "
+                f"trainer.resume_allow=[{key}, trainer.total_steps]"
+            )
+
 
 def changes_that_matter(
     before: dict[str, Any], config: TrainingConfig, *, allowed: Sequence[str]

@@ -1,6 +1,7 @@
 """Text to tokens: prompts, responses and conversations, through the tokenizer's chat template where one is wanted."""
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from shardwise.config import DataError
@@ -108,8 +109,8 @@ def render_conversation(
     """Renders a conversation, with loss on the assistant's turns.
 
     A trained span begins after the generation prompt, as at inference, and ends with the token that ends the turn (see
-    `turn_end_id`), or with the turn where the template writes none. Turns after the last trained one are left out:
-    nothing learns from them.
+    `turn_end_id`). Where the template writes none, that is the special token that the next message begins with; one is
+    put behind the last turn. Turns after the last trained one are left out: nothing learns from them.
 
     Args:
         messages: the first of them is not the assistant's. Contents may be parts as `take_images` returns them.
@@ -138,6 +139,9 @@ def render_conversation(
     text = ""
     token_ids: list[int] = []
     loss_mask: list[bool] = []
+    usual_end = cache(partial(turn_end_id, tokenizer))
+    end: int | None = None
+    is_ended = True
     for turn in turns:
         prompt = _render(tokenizer, messages[:turn], origin, add_generation_prompt=True, tools=tools, as_read=as_read)
         prompt_ids = _at_least_one(_extend(tokenizer, text, token_ids, prompt, origin), origin)
@@ -146,10 +150,17 @@ def render_conversation(
         )
         if messages[turn].get("tool_calls"):
             _require_calls_written(tokenizer, messages[: turn + 1], text, origin, tools, as_read)
-        token_ids = _extend(tokenizer, prompt, prompt_ids, text, origin)
+        if not is_ended:
+            loss_mask += [token_id in _enders(tokenizer) for token_id in prompt_ids[len(token_ids) :][:1]]
         loss_mask += [False] * (len(prompt_ids) - len(loss_mask))
-        num_trained = _length_to_end(token_ids[len(prompt_ids) :], tokenizer)
-        loss_mask += [True] * num_trained + [False] * (len(token_ids) - len(prompt_ids) - num_trained)
+        token_ids = _extend(tokenizer, prompt, prompt_ids, text, origin)
+        said = token_ids[len(prompt_ids) :]
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id in said else usual_end()
+        is_ended = end in said
+        num_behind = next((count for count, one in enumerate(reversed(said)) if one == end), 0)
+        loss_mask += [True] * (len(said) - num_behind) + [False] * num_behind
+    if not is_ended and end is not None:
+        token_ids, loss_mask = [*token_ids, end], [*loss_mask, True]
     return _only_words(tokenizer, token_ids, media_token_ids, origin), loss_mask
 
 
@@ -207,25 +218,37 @@ def render_observation(
 
 
 def turn_end_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Finds the token that the chat template ends an assistant's turn with: the tokenizer's end-of-sequence token, else
-    the first special one that follows what was said. Base models often come with a template that ends turns with a
-    token other than the one that ends their texts.
+    """Finds the token that ends an assistant's turn. Of what the chat template writes behind what was said it is the
+    tokenizer's end-of-sequence token, else the first special one: base models often come with a template that ends
+    turns with a token other than the one that ends their texts. A template may write none. Then it is the special token
+    that the next message begins with (GLM 4 ends its turns with <|user|>), else the end-of-sequence token.
 
     Returns:
         None where there is no such token, or no chat template that takes a user's message and an answer.
     """
     if tokenizer.chat_template is None:
         return None
-    messages = [{"role": "user", "content": _ANY_PROMPT}, {"role": "assistant", "content": _ANY_TURN}]
+    question = {"role": "user", "content": _ANY_PROMPT}
+    messages = [question, {"role": "assistant", "content": _ANY_TURN}]
+
+    def behind(following: list[Message]) -> list[int]:
+        text = _render(tokenizer, [*messages, *following], "", add_generation_prompt=False)
+        return _encode(tokenizer, text.partition(_ANY_TURN)[2])
+
     try:
-        text = _render(tokenizer, messages, "", add_generation_prompt=False)
+        written = behind([])
+        if tokenizer.eos_token_id in written:
+            return tokenizer.eos_token_id
+        enders = _enders(tokenizer)
+        return next((one for one in (*written, *behind([question])[:1]) if one in enders), tokenizer.eos_token_id)
     except DataError:
         return None
-    token_ids = _encode(tokenizer, text.partition(_ANY_TURN)[2])
-    if tokenizer.eos_token_id in token_ids:
-        return tokenizer.eos_token_id
+
+
+def _enders(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """The tokens that may end a turn: special ones, but for the one that begins texts."""
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return next((token_id for token_id in token_ids if token_id in special), None)
+    return special - {tokenizer.bos_token_id}
 
 
 def _plain_prompt(prompt: str | list[Message], origin: str) -> str:
@@ -319,11 +342,26 @@ def _extend(
     """Encodes `text`, which begins with the string `before`, such that its tokens begin with `before_ids`."""
     if not text.startswith(before):
         raise DataError(_not_prefix_stable(before, text, origin))
-    token_ids = _encode(tokenizer, text)
-    if token_ids[: len(before_ids)] == before_ids:
-        return token_ids
+    start, place = _last_border(tokenizer, before, before_ids)
+    token_ids, known = _encode(tokenizer, text[start:]), before_ids[place:]
+    if token_ids[: len(known)] == known:
+        return before_ids[:place] + token_ids
     # A token spans the border. At inference the tokens before the border are already there, so they stay as they are.
     return before_ids + _encode_inside(tokenizer, text[len(before) :])
+
+
+def _last_border(tokenizer: "PreTrainedTokenizerBase", text: str, token_ids: list[int]) -> tuple[int, int]:
+    """Returns (place in `text`, place in `token_ids`) of the last special token, from which on the text has the same
+    tokens by itself: what stands before and behind such a token does not depend on each other. Without this, a
+    conversation of n turns would be tokenized n times over. (0, 0) where there is no such place."""
+    if not token_ids:
+        return 0, 0
+    special = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    place = next((at for at in range(len(token_ids) - 1, 0, -1) if token_ids[at] in special), 0)
+    start = text.rfind(special[token_ids[place]]) if place else 0
+    if start > 0 and _encode(tokenizer, text[start:]) == token_ids[place:]:
+        return start, place
+    return 0, 0
 
 
 def _not_prefix_stable(before: str, text: str, origin: str) -> str:
@@ -334,13 +372,6 @@ def _not_prefix_stable(before: str, text: str, origin: str) -> str:
         f"next turn that became {text[start : border + 40]!r}, so loss masks over several turns would be wrong; "
         "set model.chat_template=FILE to a template that leaves earlier turns alone, or split the row into single turns"
     )
-
-
-def _length_to_end(turn_ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> int:
-    end = tokenizer.eos_token_id if tokenizer.eos_token_id in turn_ids else turn_end_id(tokenizer)
-    if end is None or end not in turn_ids:
-        return len(turn_ids)
-    return len(turn_ids) - list(reversed(turn_ids)).index(end)
 
 
 def _only_words(

@@ -1,4 +1,4 @@
-"""Picks the rows that a step trains on: a pure function of the step, so that resuming needs no saved position."""
+"""Picks the rows that a step trains on: a pure function of how many were taken before."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from shardwise.console import warn
 class BatchLoader:
     """Walks through the rows epoch after epoch, `batch_size` at a time, without leaving any out at an epoch's end.
 
-    Example: 5 rows in batches of 2, not shuffled: steps 0, 1, 2, 3 are [0, 1], [2, 3], [4, 0], [1, 2]
+    Example: 5 rows in batches of 2, not shuffled: behind 0, 2, 4 and 6 rows come [0, 1], [2, 3], [4, 0] and [1, 2]
     """
 
     num_rows: int
@@ -30,9 +30,9 @@ class BatchLoader:
         assert self.batch_size > 0, self.batch_size
         self._order = RowOrder(num_rows=self.num_rows, seed=self.seed, shuffle=self.shuffle)
 
-    def indices(self, step: int) -> list[int]:
-        """The rows of a step, counted from 0."""
-        return [self._order.row(step * self.batch_size + place) for place in range(self.batch_size)]
+    def indices(self, num_taken: int) -> list[int]:
+        """The rows of the batch behind the first `num_taken`, counted through all epochs."""
+        return [self._order.row(num_taken + place) for place in range(self.batch_size)]
 
 
 def steps_of(num_epochs: int, *, num_rows: int, batch_size: int) -> int:

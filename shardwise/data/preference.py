@@ -173,9 +173,7 @@ def mismatched(samples: Sequence[Sample], *, max_tokens: int) -> list[Sample]:
     starts = [int(sample.loss_mask.int().argmax()) for sample in samples]
     prompts = [_prompt(sample, start) for sample, start in zip(samples, starts, strict=True)]
     mixed = []
-    for index, sample in enumerate(samples):
-        others = [other % len(samples) for other in range(index + 1, index + len(samples))]
-        other = next((other for other in others if prompts[other] != prompts[index]), others[0])
+    for index, (sample, other) in enumerate(zip(samples, _next_others(prompts), strict=True)):
         answer = slice(starts[other], None)
         token_ids = torch.cat([sample.token_ids[: starts[index]], samples[other].token_ids[answer]])[:max_tokens]
         loss_mask = torch.cat([sample.loss_mask[: starts[index]], samples[other].loss_mask[answer]])[:max_tokens]
@@ -191,6 +189,17 @@ def mismatched(samples: Sequence[Sample], *, max_tokens: int) -> list[Sample]:
             )
         )
     return mixed
+
+
+def _next_others(values: Sequence[object]) -> list[int]:
+    """Returns for every value the index of the next one, around the end, that is another; of the next where all are the
+    same."""
+    size = len(values)
+    found: list[int | None] = [None] * size
+    for index in reversed(range(2 * size)):  # twice around: the first time the last ones do not know the first yet
+        place, following = index % size, (index + 1) % size
+        found[place] = following if values[place] != values[following] else found[following]
+    return [(index + 1) % size if other is None else other for index, other in enumerate(found)]
 
 
 def _prompt(sample: Sample, num_tokens: int) -> tuple[list[int], list[str | bytes | None]]:

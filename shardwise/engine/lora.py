@@ -72,7 +72,8 @@ def inject_lora(
     saved = _modules_to_save(model, [*config.modules_to_save, *_value_heads(model)])
     quantized = [] if config.quantize_base is None else _called_linear_layers(model, saved)
     experts = _target_parameters(model, config.target_parameters, saved)
-    targets = _target_modules(model, config.target_modules, saved) if config.target_modules or not experts else []
+    names_modules = bool(config.target_modules) or not experts
+    targets = _target_modules(model, config.target_modules, saved, left_out) if names_modules else []
     targets, experts = _without(model, left_out, targets, experts, saved)
     peft_config = PeftLoraConfig(
         task_type=TASK_TYPES[head],
@@ -165,22 +166,25 @@ def _value_heads(model: PreTrainedModel) -> list[str]:
     return [] if model.get_output_embeddings() is not None else [value_projection_name(model)]
 
 
-def _target_modules(model: PreTrainedModel, given: str | list[str], saved: list[str]) -> list[str]:
-    """The full names of the linear layers that get an adapter; what is trained whole gets none."""
+def _target_modules(
+    model: PreTrainedModel, given: str | list[str], saved: list[str], left_out: Sequence[str]
+) -> list[str]:
+    """The full names of the linear layers that get an adapter, before those of `left_out` are, whose modules may be of
+    any kind; what is trained whole gets none."""
     head = model.get_output_embeddings()
     linear = [name for name, part in model.named_modules() if _is_linear(part) and part is not head]
     endings = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "there is none"
     targets: list[str] = []
     if given == "all-linear":
-        left_out = _not_for_peft(model)
+        unsuited = _not_for_peft(model)
         unseen = unreached_modules(model)
-        targets = [name for name in linear if name.rpartition(".")[2] not in left_out]
+        targets = [name for name in linear if name.rpartition(".")[2] not in unsuited]
         targets = [name for name in targets if not any(is_within(name, module) for module in unseen)]
     else:
         for target in [given] if isinstance(given, str) else given:
             matches = _matching(model, target)
             for name, module in matches.items():
-                if name not in linear:
+                if name not in linear and not _is_left_out(name, left_out):
                     raise ConfigError(_not_adapted(name, module, is_head=module is head, endings=endings))
             if not matches:
                 fused = any(f".{name}".endswith(f".{target}") for name, _ in model.named_parameters())
@@ -216,16 +220,17 @@ def _without(
                 f"engine.freeze_module_prefix: {prefix!r} has no effect with engine.lora, which freezes the whole base "
                 "and puts no adapter into it; remove it"
             )
-    kept, kept_experts = (
-        [name for name in names if not any(is_within(name, prefix.rstrip(".")) for prefix in prefixes)]
-        for names in (targets, experts)
-    )
+    kept, kept_experts = ([name for name in names if not _is_left_out(name, prefixes)] for names in (targets, experts))
     if not kept and not kept_experts:
         raise ConfigError(
             f"engine.freeze_module_prefix={list(prefixes)} leaves no layer of {type(model).__name__} to adapt of those "
             f"that engine.lora names, such as {(targets or experts)[0]}; freeze fewer modules"
         )
     return kept, kept_experts
+
+
+def _is_left_out(name: str, prefixes: Sequence[str]) -> bool:
+    return any(is_within(name, prefix.rstrip(".")) for prefix in prefixes)
 
 
 def _target_parameters(model: PreTrainedModel, given: list[str], saved: list[str]) -> list[str]:
@@ -305,7 +310,8 @@ def _not_adapted(name: str, module: nn.Module, *, is_head: bool, endings: str) -
         )
     return (
         f"engine.lora.target_modules: {name} is {type(module).__name__}; this version adapts linear layers, which end "
-        f"in: {endings}, and fused experts, which target_parameters names"
+        f"in: {endings}, and fused experts, which target_parameters names. Parts of the model that get no adapter are "
+        "named in engine.freeze_module_prefix"
     )
 
 

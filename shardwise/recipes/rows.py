@@ -1,7 +1,7 @@
 """What recipes that train on given rows share: the rows, the loop over their batches, and metrics of held-out ones."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from shardwise.recipes.run import Run
 from shardwise.types import Metrics, MetricValue, Sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrainingRows:
     """The rows of a run. A row is one sample, or several consecutive ones that are compared with each other."""
 
@@ -33,20 +33,27 @@ class TrainingRows:
     """Of the tokens of the samples."""
     rows_may_differ: bool
     """Whether they may differ from the rows of the run that is resumed."""
+    _num_steps: int = field(default=0, init=False)
+    """Steps that have taken `_num_taken` rows."""
+    _num_taken: int = field(default=0, init=False)
 
     def batch(self, step: int) -> list[Sample]:
-        """Returns the samples of a step; steps count from 1."""
+        """Takes the samples of a step; steps count from 1."""
+        begin = self._num_taken + (step - 1 - self._num_steps) * self.loader.batch_size
+        self._num_steps, self._num_taken = step, begin + self.loader.batch_size
         size = self.samples_per_row
-        return [self.samples[size * row + place] for row in self.loader.indices(step - 1) for place in range(size)]
+        return [self.samples[size * row + place] for row in self.loader.indices(begin) for place in range(size)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of rows, which determines with the step's number the rows of a step, and their digest."""
-        return asdict(self._record)
+        """Returns what determines the rows of later steps: how many there are and were taken, and their digest."""
+        return {**asdict(self._record), "num_steps": self._num_steps, "num_taken": self._num_taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compares the rows with those in the state. Raises DataError: their number differs, and may not."""
+        """Goes on behind the rows that were taken, also in batches of another size; early states, which do not know,
+        are of this size. Raises DataError: the number of rows differs from that in the state, and may not."""
         before = RowRecord(state["num_rows"], state.get("digest"))
         compare_rows(before, self._record, may_differ=self.rows_may_differ)
+        self._num_steps, self._num_taken = state.get("num_steps", 0), state.get("num_taken", 0)
 
     @property
     def _record(self) -> RowRecord:

@@ -34,9 +34,10 @@ def run_python_tests(
 ) -> dict[str, float]:
     """Runs the program in the last fenced block of Python in the solution (see `last_block`) against tests.
 
-    Asserts run in the program's process, after its code: a program that reads its own memory can pretend to have
-    passed them. Expected outputs never enter the sandbox. Set reward.timeout_seconds above timeout_seconds times the
-    number of tests with an input (or 1), plus a second for each.
+    To asserts the program is a module that was imported: what stands under `if __name__ == "__main__"` does not run.
+    They run in its process, after its code: a program that reads its own memory can pretend to have passed them.
+    Expected outputs never enter the sandbox. Set reward.timeout_seconds above timeout_seconds times the number of tests
+    with an input (or 1), plus a second for each.
 
     Args:
         ground_truth: asserts as text or as a list of texts, each text one test; or a list of {stdin, stdout}, each a
@@ -151,11 +152,16 @@ def _dedented(line: str, columns: int) -> str:
 def _run_asserts(program: str, asserts: list[str], limits: Limits, allow_unsafe: bool) -> tuple[bool, int]:
     # Only lines with a word that the program does not know count, so that ending early or printing passes no test.
     word = secrets.token_hex(16)
-    lines = [program, "", f"print('\\n{word} ran', flush=True)"]
+    lines = [
+        "import sys, types",
+        "program = sys.modules['program'] = types.ModuleType('program')",
+        f"exec(compile({program!r}, 'program', 'exec'), program.__dict__)",
+        f"print('\\n{word} ran', flush=True)",
+    ]
     for number, test in enumerate(asserts):
         lines += [
             "try:",
-            f"    exec({test!r}, globals())",
+            f"    exec({test!r}, program.__dict__)",
             "except BaseException as error:",
             "    pass",
             "else:",

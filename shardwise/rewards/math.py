@@ -76,12 +76,22 @@ def math_verify_score(
     from math_verify import parse, verify
 
     truth = str(ground_truth).strip()
-    delimited = truth if _DELIMITED.search(truth) else f"\\boxed{{{truth}}}"
-    expected = parse(delimited, parsing_timeout=_MATH_VERIFY_SECONDS)
+    delimited = [one if _DELIMITED.search(one) else f"\\boxed{{{one}}}" for one in _spellings(truth)]
+    expected = [one for text in delimited for one in parse(text, parsing_timeout=_MATH_VERIFY_SECONDS)]
     if not truth or not expected:
         raise ValueError(f"ground_truth {ground_truth!r} holds no formula that math-verify can read")
     answer = parse(solution_str, parsing_timeout=_MATH_VERIFY_SECONDS)
     return float(verify(expected, answer, timeout_seconds=_MATH_VERIFY_SECONDS))
+
+
+def _spellings(truth: str) -> list[str]:
+    """How math-verify is told a formula. In a number as Python writes 0.00001, 1e-05, it reads Euler's e; and it finds
+    602 followed by 21 zeros equal to no product with a power of ten, so such a number is told in both ways."""
+    number = _NUMBER.fullmatch(truth)
+    if number is None or number["exponent"] is None:
+        return [truth]
+    digits, _, exponent = truth.lower().translate(_PLAIN).partition("e")
+    return [_plain(_numbers(truth)[0]), f"{digits} \\times 10^{{{int(exponent)}}}"]
 
 
 def final_answer(text: str) -> str:

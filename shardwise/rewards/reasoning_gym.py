@@ -1,7 +1,6 @@
 """Scores answers to reasoning-gym's problems as its tasks do."""
 
 import json
-import re
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +11,8 @@ def reasoning_gym_score(
     """Returns the score that the row's task (a `.yaml` file among the data files) gives, mostly from 0 to 1.
 
     Args:
-        tag: takes what the last `<tag>...</tag>` holds for the answer, nothing where there is none; None takes the
-            whole completion.
+        tag: takes what stands between the last `</tag>` and the `<tag>` nearest before it for the answer, nothing where
+            there is none; None takes the whole completion.
     Raises:
         ValueError: the row is none of reasoning-gym's, or this version generates another problem for it.
     """
@@ -30,8 +29,9 @@ def reasoning_gym_score(
         )
     answer: str | None = solution_str.strip()
     if tag is not None:
-        found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", solution_str, re.DOTALL)
-        answer = found[-1].strip() if found else None
+        before, closing, _ = solution_str.rpartition(f"</{tag}>")
+        _, opening, inside = before.rpartition(f"<{tag}>")
+        answer = inside.strip() if opening and closing else None
     return float(dataset.score_answer(answer, entry=problem))
 
 

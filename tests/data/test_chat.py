@@ -89,14 +89,75 @@ def test_loss_is_on_assistant_turns_and_their_end_token_but_not_on_the_newline_a
     ]
 
 
-def test_turn_without_end_token_is_trained_to_its_end(tokenizer):
+def test_where_the_template_ends_no_turn_the_last_is_ended_by_the_token_that_ends_texts(tokenizer):
     tokenizer.chat_template = WITHOUT_END
     assert spans(tokenizer, *render_conversation(tokenizer, TALK[1:], "row")) == [
         (False, "user: 2+3=\nassistant: "),
         (True, "5\n"),
         (False, "user: and 4+4?\nassistant: "),
-        (True, "it is 8\n"),
+        (True, "it is 8\n<|end|>"),
     ]
+
+
+@pytest.fixture
+def glm_tokenizer(tokenizer):
+    """As GLM 4's: what follows a turn ends it, and texts end with a token that no template writes."""
+    roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": roles, "eos_token": "<|endoftext|>", "bos_token": "<s>"})
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}{{ '<|' + ('observation' if m.role == 'tool' else m.role) + '|>\\n' + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    )
+    return tokenizer
+
+
+def test_trap_08_a_turn_that_the_next_message_ends_is_trained_to_end_there(glm_tokenizer):
+    called = [{"role": "assistant", "content": "", "tool_calls": [CALLED]}, {"role": "tool", "content": "5"}]
+    rendered = render_conversation(glm_tokenizer, [*TALK[:2], *called, *TALK[2:]], "row")
+    assert spans(glm_tokenizer, *rendered) == [
+        (False, "<s><|system|>\nbe brief<|user|>\n2+3=<|assistant|>\n"),
+        (True, "add<|observation|>"),
+        (False, "\n5<|assistant|>\n"),
+        (True, "5<|user|>"),
+        (False, "\nand 4+4?<|assistant|>\n"),
+        (True, "it is 8<|user|>"),
+    ]
+    assert turn_end_id(glm_tokenizer) == glm_tokenizer.convert_tokens_to_ids("<|user|>")
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_TOOLS])
+def test_a_conversation_of_many_turns_is_tokenized_a_few_times_and_not_once_a_turn(tokenizer, monkeypatch, template):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    tokenizer.chat_template = template
+    talk = conversation(
+        *(turn for n in range(40) for turn in (("user", f"{n} + {n}? "), ("assistant", f" is {2 * n}")))
+    )
+    whole = tokenizer.apply_chat_template(talk, tokenize=False)
+    expected, encode, num_chars = tokenizer.encode(whole, add_special_tokens=False), tokenizer.encode, []
+
+    def counted(text, **options):
+        num_chars.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    token_ids, loss_mask = render_conversation(tokenizer, talk, "row")
+    assert token_ids == expected
+    assert sum(loss_mask) > 80
+    assert sum(num_chars) < 8 * len(whole)
+
+
+def test_a_turn_is_not_ended_by_the_token_that_begins_texts(glm_tokenizer):
+    glm_tokenizer.chat_template = "{% for m in messages %}{{ '<s>' + m.content }}{% endfor %}{{ '' }}"
+    rendered = render_conversation(glm_tokenizer, TALK[1:], "row")
+    assert spans(glm_tokenizer, *rendered)[-2:] == [(False, "<s>and 4+4?"), (True, "<s>it is 8<|endoftext|>")]
+    assert turn_end_id(glm_tokenizer) == glm_tokenizer.eos_token_id
+
+
+def test_answers_in_a_row_with_nothing_between_them_are_one(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    rendered = render_conversation(tokenizer, [*TALK[1:3], TALK[4]], "row")
+    assert spans(tokenizer, *rendered) == [(False, "2+3="), (True, "5it is 8<|end|>")]
 
 
 def test_turns_after_the_last_assistant_turn_are_left_out(tokenizer):
@@ -148,8 +209,10 @@ def test_a_template_that_takes_words_as_parts_is_given_parts(tokenizer, template
     tokenizer.chat_template = template
     as_parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in TALK]
     token_ids, loss_mask = render_conversation(tokenizer, TALK, "row")
-    assert token_ids == tokenizer.apply_chat_template(as_parts, return_dict=False)
-    assert spans(tokenizer, token_ids, loss_mask) == [(index % 2 == 1, text) for index, text in enumerate(expected)]
+    assert token_ids == [*tokenizer.apply_chat_template(as_parts, return_dict=False), tokenizer.eos_token_id]
+    expected_spans = [(index % 2 == 1, text) for index, text in enumerate(expected)]
+    assert spans(tokenizer, token_ids[:-1], loss_mask[:-1]) == expected_spans
+    assert loss_mask[-1]
     assert prompt_text(tokenizer, TALK[:2]) == expected[0]
     assert observed(tokenizer, "and 4+4?", last="5").endswith(expected[2])
 
@@ -206,7 +269,7 @@ COUNTED += "{% elif loop.index0 % 2 %}{{ m.content }}{% endif %}"
 def test_a_template_that_is_odd_in_other_ways_is_given_strings(tokenizer, turn):
     tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
     token_ids, loss_mask = render_conversation(tokenizer, TALK[1:3], "row")
-    assert token_ids == tokenizer.apply_chat_template(TALK[1:3], return_dict=False)
+    assert token_ids == [*tokenizer.apply_chat_template(TALK[1:3], return_dict=False), tokenizer.eos_token_id]
     assert "type" not in tokenizer.decode(token_ids)
     assert any(loss_mask)
 
@@ -505,7 +568,9 @@ def test_what_ends_a_turn_is_found_in_what_the_template_writes(tokenizer, base_t
     assert turn_end_id(base_tokenizer) == end
     base_tokenizer.eos_token = "<|end|>"
     assert turn_end_id(base_tokenizer) == end
-    for template in (WITHOUT_END, "{{ raise_exception('no answers') }}", None):
+    base_tokenizer.chat_template = WITHOUT_END
+    assert turn_end_id(base_tokenizer) == end
+    for template in ("{{ raise_exception('no answers') }}", None):
         base_tokenizer.chat_template = template
         assert turn_end_id(base_tokenizer) is None
 

@@ -313,8 +313,8 @@ def test_rows_of_a_template_that_writes_images_first_have_them_first(family, tem
     learn = partial(learn_row, tmp_path, tokenizer, model.config)
     for first in ("<image><image>Which?", [IMAGE, IMAGE, TEXT]):
         found = learn(talk(first), ["0.png"] * 2)
-        assert found.token_ids.tolist() == expected
-        assert tokenizer.decode(found.token_ids[found.loss_mask]) in (" 5 ", " 5</s> ")
+        assert found.token_ids.tolist() == ended(tokenizer, expected)
+        assert tokenizer.decode(found.token_ids[found.loss_mask]) in (" 5 <|end|>", " 5</s> <|end|>")
     for behind in ("<image>Which?<image>", [IMAGE, TEXT, IMAGE], [TEXT, IMAGE, IMAGE]):
         with pytest.raises(DataError, match=r"line 1: words stand before an image, .*; put the images first, or set"):
             learn(talk(behind), ["0.png"] * 2)
@@ -329,6 +329,11 @@ SEVERAL = [
 ]
 AMONG = [*SEVERAL[:3], {"role": "user", "content": [TEXT, IMAGE, TEXT, TEXT, IMAGE, TEXT]}, *SEVERAL[4:]]
 """Only for templates that write images in their places."""
+
+
+def ended(tokenizer, token_ids):
+    """As a row is whose template ends no turn: with the token that ends texts."""
+    return token_ids if tokenizer.eos_token_id in token_ids else [*token_ids, tokenizer.eos_token_id]
 
 
 def own_rendering(processor, messages, images):
@@ -383,7 +388,7 @@ def test_parts_of_a_template_that_writes_images_first_are_written_as_it_does(fam
         else message
         for message in SEVERAL
     ]
-    assert found.token_ids.tolist() == own_rendering(processor, whole, [picture] * 3)
+    assert found.token_ids.tolist() == ended(tokenizer, own_rendering(processor, whole, [picture] * 3))
 
 
 def test_llava_onevisions_template_is_taken_once_it_opens_an_answer_in_one_way(tmp_path):
@@ -399,7 +404,7 @@ def test_llava_onevisions_template_is_taken_once_it_opens_an_answer_in_one_way(t
     for images in (1, 3):
         messages = SEVERAL if images == 3 else talk([IMAGE, TEXT], [{"type": "text", "text": "5"}])
         found = learn_row(tmp_path, tokenizer, model.config, messages, ["0.png"] * images)
-        assert found.token_ids.tolist() == own_rendering(processor, messages, [picture] * images)
+        assert found.token_ids.tolist() == ended(tokenizer, own_rendering(processor, messages, [picture] * images))
         assert {one.num_patches for one in found.image_refs} == ({3} if images == 1 else {1})
 
 
@@ -444,7 +449,7 @@ def test_a_line_that_ends_behind_an_image_ends_once(family, template, ends_line,
             images = [picture] * parts.count(IMAGE)
             found = learn_row(tmp_path, tokenizer, model.config, talk(words), ["0.png"] * len(images))
             expected = own_rendering(processor, [{"role": "user", "content": parts}, answer], images)
-            assert found.token_ids.tolist() == expected
+            assert found.token_ids.tolist() == ended(tokenizer, expected)
 
 
 LINES = ["\n\n", "\n\n\n\n", "\n\n\n\n\n\n", "a\n\n\n"]

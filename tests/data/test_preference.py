@@ -1,4 +1,5 @@
 import json
+import random
 import re
 
 import pyarrow
@@ -13,7 +14,7 @@ from shardwise.config import DataError, ModelConfig, PreferenceDataConfig, Super
 from shardwise.data import Vision, load_tokenizer, supervised_samples
 from shardwise.data.chat import render_conversation, render_response_sample
 from shardwise.data.packing import pack
-from shardwise.data.preference import labelled_samples, mismatched, preference_pairs
+from shardwise.data.preference import _next_others, labelled_samples, mismatched, preference_pairs
 from shardwise.types import Sample
 
 PLAIN = {"apply_chat_template": False}
@@ -367,6 +368,30 @@ def test_mismatched_passes_over_answers_to_the_same_prompt(tokenizer):
     assert [text for text, _ in texts(tokenizer, mismatched(alike, max_tokens=100))] == ["1+1=3<|end|>", "1+1=2<|end|>"]
 
 
+def test_the_next_sample_with_another_prompt_is_found_for_all_at_once():
+    for values in (random.choices("ab", k=size) for size in range(2, 40) for _ in range(20)):
+        around = [[*range(index + 1, len(values)), *range(index)] for index in range(len(values))]
+        expected = [next((o for o in others if values[o] != values[i]), others[0]) for i, others in enumerate(around)]
+        assert _next_others(values) == expected
+
+
+class Counted(str):
+    """A value that counts how often it is compared with another one."""
+
+    num_compared = 0
+
+    def __ne__(self, other):
+        Counted.num_compared += 1
+        return super().__ne__(other)
+
+    __hash__ = str.__hash__
+
+
+def test_looking_for_other_prompts_takes_time_in_proportion_to_the_samples():
+    _next_others([Counted("a")] * 999 + [Counted("b")])
+    assert Counted.num_compared <= 2000
+
+
 def test_mismatched_sequences_are_cut_and_keep_a_trained_token(tokenizer):
     """Both samples fit 8 tokens; the longer prompt with the longer answer does not."""
     samples = answered(tokenizer, ("123456=", "7"), ("1=", "abcde"))
@@ -384,10 +409,10 @@ def test_rows_show_their_tools(tokenizer, write):
     )
     shown = json.dumps(SCHEMA)
     loaded = pairs(tokenizer, write({**PAIR, "tools": [SCHEMA]}))
-    assert texts(tokenizer, loaded.rows) == [(f"{shown}2+3=5", "5"), (f"{shown}2+3=7", "7")]
+    assert texts(tokenizer, loaded.rows) == [(f"{shown}2+3={n}<|end|>", f"{n}<|end|>") for n in (5, 7)]
     answer = {"prompt": "2+3=", "response": "5", "label": True, "offers": [SCHEMA]}
     loaded = labelled(tokenizer, write(answer), tools_column="offers")
-    assert texts(tokenizer, loaded.rows) == [(f"{shown}2+3=5", "5")]
+    assert texts(tokenizer, loaded.rows) == [(f"{shown}2+3=5<|end|>", "5<|end|>")]
 
 
 @pytest.fixture(scope="module")

@@ -206,10 +206,10 @@ def test_supervised_rows_show_their_tools(tokenizer, write, tmp_path):
     found = supervised(tokenizer, [*write(*rows), str(tmp_path / "t.parquet")]).rows
     offered = "".join(map(json.dumps, schemas))
     shown = [offered, offered, "", "", offered, offered]
-    assert [tokenizer.decode(sample.token_ids) for sample in found] == [f"{tools}2+3=5" for tools in shown]
-    assert [trained_text(tokenizer, sample) for sample in found] == ["5"] * 6
+    assert [tokenizer.decode(sample.token_ids) for sample in found] == [f"{tools}2+3=5<|end|>" for tools in shown]
+    assert [trained_text(tokenizer, sample) for sample in found] == ["5<|end|>"] * 6
     own = supervised(tokenizer, write({**rows[0], "offers": schemas[:1]}), tools_column="offers").rows
-    assert tokenizer.decode(own[0].token_ids) == f"{json.dumps(schemas[0])}2+3=5"
+    assert tokenizer.decode(own[0].token_ids) == f"{json.dumps(schemas[0])}2+3=5<|end|>"
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -257,6 +258,19 @@ def test_a_frozen_prefix_gets_no_adapters(prefix, targets, expected):
     adapted = {name.rpartition(".lora_A.")[0] for name in adapter_names(model) if ".lora_A." in name}
     assert adapted == set(expected)
     assert not any(p.requires_grad for name, p in model.named_parameters() if name.startswith("model.visual"))
+
+
+def test_a_frozen_prefix_may_have_modules_of_any_kind_under_the_names_that_get_adapters():
+    """The towers of Gemma 4 hold their linear layers in modules with these names."""
+    with torch.device("meta"):
+        model = tiny_vision_model("gemma4")
+    towers, lora = ["model.vision_tower", "model.audio_tower"], LoraConfig(target_modules=["q_proj", "v_proj"])
+    with pytest.raises(ConfigError, match=r"_tower\..*_proj is Gemma4ClippableLinear; .*engine\.freeze_module_prefix$"):
+        inject_lora(model, lora, left_out=towers[:1])
+    inject_lora(model, lora, left_out=towers)
+    adapted = {name.rpartition(".lora_A.")[0] for name in adapter_names(model) if ".lora_A." in name}
+    assert adapted
+    assert all(re.fullmatch(r"model\.language_model\..*\.[qv]_proj", name) for name in adapted)
 
 
 def test_experts_below_a_frozen_prefix_get_no_adapters():

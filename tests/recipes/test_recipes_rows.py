@@ -111,6 +111,22 @@ def test_a_run_goes_on_with_as_many_rows_or_with_others_where_it_may(model, writ
     assert capsys.readouterr().err == ""
 
 
+def test_batches_of_another_size_go_on_behind_the_rows_that_were_taken(model, write_jsonl):
+    files = write_jsonl("rows.jsonl", [{"prompt": f"{n}=", "response": str(n)} for n in range(12)])
+    two, three, five = (
+        open_rows(supervised_samples, data(SupervisedDataConfig, files), trainer(batch_size=size), model)
+        for size in (2, 3, 5)
+    )
+    uids = [sample.uid for step in (1, 2) for sample in two.batch(step)]
+    three.load_state_dict(two.state_dict())
+    uids += [sample.uid for sample in three.batch(3)]
+    five.load_state_dict(three.state_dict())
+    uids += [sample.uid for sample in five.batch(4)]
+    assert uids == [f"rows.jsonl line {n}" for n in range(1, 13)]
+    five.load_state_dict({"num_rows": 12})  # of an early checkpoint
+    assert [sample.uid for sample in five.batch(2)] == [f"rows.jsonl line {n}" for n in range(6, 11)]
+
+
 def test_a_run_whose_template_writes_something_else_now_is_told_so(model, write_jsonl, capsys):
     """As templates do that write the date."""
     files = write_jsonl("rows.jsonl", [{"prompt": f"{n}=", "response": str(n)} for n in range(5)])

@@ -25,6 +25,20 @@ def test_asserts_are_counted_one_by_one():
     assert run(ADD, "\n".join(TESTS))["score"] == 1.0
 
 
+def test_to_asserts_the_program_is_a_module_that_was_imported():
+    program = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport pickle\n@dataclass\nclass A:\n"
+        "    x: int\n\ndef f(x):\n    return pickle.loads(pickle.dumps(A(x))).x + 1\n\n"
+        "if __name__ == '__main__':\n    print(f(int(input())))"
+    )
+    found = run_python_tests(
+        "", f"```python\n{program}\n```", ["import math\ny = 3", "assert f(y) == 4 and math.pi > 3"]
+    )
+    assert found == {"score": 1.0, "passed": 1.0, "runs": 1.0}
+    found = run_python_tests("", f"```python\n{program}\n```", [{"stdin": "3", "stdout": "4"}])
+    assert found["score"] == 1.0
+
+
 def test_inputs_and_outputs_are_runs_of_their_own():
     program = fenced("n = int(input())\nprint(sum(int(x) for x in input().split()[:n]))\nexit()")
     pairs = [{"stdin": "2\n3 4\n", "stdout": "7"}, {"stdin": "1\n5 9\n", "stdout": "5 \n\n"}]

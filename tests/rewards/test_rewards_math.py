@@ -113,6 +113,13 @@ def test_trap_23_math_verify_score_judges_equivalence_in_a_worker():
         (r"\boxed{\$36.5}", r"\$36", 0.0),
         (r"\boxed{36}", r"$\$36$", 1.0),
         (r"\boxed{36}", r"$36", 1.0),
+        (r"\boxed{0.00001}", 0.00001, 1.0),  # Python writes 1e-05
+        (r"\boxed{e-5}", 0.00001, 0.0),
+        (r"\boxed{6.02 \times 10^{23}}", "6.02e+23", 1.0),
+        (r"\boxed{602000000000000000000000}", "6.02e+23", 1.0),
+        (r"\boxed{6.03 \times 10^{23}}", "6.02e+23", 0.0),
+        (r"\boxed{10000000000000000}", 1e16, 1.0),
+        (r"\boxed{2e}", "2e", 1.0),
     ]
     config = RewardConfig(functions="shardwise.rewards.math:math_verify_score", num_workers=1, on_failure="value")
     jobs = [RewardJob(uid=s, data_source="test", solution_str=s, ground_truth=t) for s, t, _ in cases]

@@ -1,5 +1,7 @@
 """Scores of reasoning-gym's tasks, where it is installed; a row of another kind is refused everywhere."""
 
+import time
+
 import pytest
 
 from shardwise.rewards.reasoning_gym import reasoning_gym_score
@@ -34,6 +36,15 @@ def test_an_answer_in_a_tag_is_the_last_one():
     answer = answer_of(SUMS, 1)
     assert score(f"<answer>7x</answer> or <answer>\n{answer} </answer>.", answer, tag="answer") == 1
     assert score(answer, answer, tag="answer") == 0
+    assert score(f"<answer><answer>{answer}</answer> <answer>", answer, tag="answer") == 1
+    assert score(f"{answer}</answer>", answer, tag="answer") == 0
+
+
+def test_tags_that_are_never_closed_take_no_time():
+    answer = answer_of(SUMS, 1)
+    started = time.process_time()
+    assert score("<answer>" * 100_000, answer, tag="answer") == 0
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("name", ["countdown", "sudoku", "knights_knaves", "spell_backward", "letter_counting"])

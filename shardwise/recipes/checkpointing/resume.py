@@ -17,6 +17,7 @@ from shardwise.config import (
     changes_that_matter,
     is_among,
     require_known_keys,
+    require_known_length,
     without_places,
 )
 from shardwise.config.yaml_values import value_of
@@ -314,6 +315,7 @@ def _require_same(
                 f"{_without_state(checkpoint)}"
             )
         raise ConfigError(f"{checkpoint} was trained with another config:{listed}{remedy}, {anew}")
+    require_known_length(content["config"], config, num_steps=content["step"])
     refused = {key: name for key, name in changed.items() if not is_among(key, allowed)}
     if refused:
         listed = " and ".join(f"those of {key} ({name})" for key, name in refused.items())

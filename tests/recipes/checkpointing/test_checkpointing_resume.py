@@ -127,7 +127,7 @@ def test_f26_another_config_is_named_with_both_values_and_the_ways_out(tmp_path)
     )
     named = config(tmp_path / "other", seed=1, resume=str(folder))  # which another folder does not change
     assert "; set it back, allow it with trainer.resume_allow=[trainer.seed], or " in conflict(named)
-    assert find_start(config(tmp_path, seed=1, batch_size=8, resume_allow=["trainer"])).step == 3
+    assert find_start(config(tmp_path, seed=1, batch_size=8, total_steps=9, resume_allow=["trainer"])).step == 3
 
 
 def conflict(config) -> str:
@@ -360,3 +360,16 @@ def test_a_damaged_model_is_not_taken_for_damaged_checkpoints(tmp_path, monkeypa
     monkeypatch.setattr("shardwise.recipes.checkpointing.resume.fingerprints", fails)
     with pytest.raises(ModelError, match=r"^model/model.safetensors cannot be read$"):
         find_start(config(tmp_path))
+
+
+def test_steps_of_another_size_need_a_length_that_is_no_number_of_epochs(tmp_path):
+    leave(tmp_path, 3, batch_size=8, num_epochs=1)
+    other = {"batch_size": 4, "resume_allow": ["trainer.batch_size", "trainer.total_steps"]}
+    with pytest.raises(
+        ConfigError,
+        match=r"^trainer\.batch_size was 8 in the 3 steps that are done and is 4, .*; set trainer\.total_steps to the "
+        r"number of all steps of this one, those 3 included, and trainer\.resume_allow=\[trainer\.batch_size, ",
+    ):
+        find_start(config(tmp_path, num_epochs=1, **other))
+    assert find_start(config(tmp_path, total_steps=9, **other)).step == 3
+    assert find_start(config(tmp_path, num_epochs=1, batch_size=8)).step == 3
