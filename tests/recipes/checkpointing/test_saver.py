@@ -24,7 +24,7 @@ class Writers:
     def write(self, rank, checkpoint):
         assert self.may_write.wait(10)
         (Path(checkpoint) / f"weights_{rank}").write_text("w")
-        return {"result": {"rank": rank}, "error": self.errors.get(rank, "")}
+        return {"result": {"rank": rank}, "error": self.errors.get(rank, ""), "host": ""}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def writers():
 def make_saver(tmp_path, fake_group, remote, writers):
     def make(roles=("policy",), *, names_not_finite=(), **trainer):
         answers = {"nonfinite_tensors": lambda rank, _: names_not_finite if rank == 1 else []}
-        good = {"result": {}, "error": ""}
+        good = {"result": {}, "error": "", "host": ""}
         group = fake_group(2, **answers)
         answers |= {"write": writers.write, "finish": lambda *_: good, "hash_files": lambda *_: good}
         group.background = fake_group(2, **answers)
