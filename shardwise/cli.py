@@ -25,7 +25,7 @@ from shardwise.config import (
     UserError,
     as_user_error,
 )
-from shardwise.config.reference import json_schema, markdown, page
+from shardwise.config.reference import markdown, page
 from shardwise.controller.exit_codes import USER_ERROR
 from shardwise.controller.launch import PROCESS_STARTED, die_with_launcher, is_launched, launch
 from shardwise.controller.output import lasting_output
@@ -244,6 +244,8 @@ def _schema(recipe: str | None, *, as_markdown: bool) -> str:
     chosen = RECIPES if recipe is None else {recipe: RECIPES[recipe]}
     if as_markdown:
         return page(RECIPES) if recipe is None else markdown(RECIPES[recipe], title=recipe)
+    from shardwise.config.json_schema import json_schema
+
     schemas = {name: json_schema(config) for name, config in chosen.items()}
     return json.dumps(schemas if recipe is None else schemas[recipe], indent=2)
 

@@ -19,6 +19,6 @@ def right_and_brief(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], room: int = 200
 ) -> dict[str, float]:
     """`score` is the reward; every other number is logged as a part; `acc` decides what counts as correct."""
-    right = final_answer(solution_str) == str(ground_truth)
+    right = final_answer(solution_str) == final_answer(str(ground_truth))  # GSM8K's truth is a whole solution
     brevity = max(0.0, 1.0 - len(solution_str) / room)
     return {"score": right * (1.0 + 0.2 * brevity), "acc": float(right), "brevity": brevity}

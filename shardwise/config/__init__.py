@@ -77,6 +77,7 @@ from shardwise.config.resume import (
     changes_of_state,
     changes_that_matter,
     is_among,
+    keys_to_allow,
     require_known_keys,
     require_known_length,
     without_places,

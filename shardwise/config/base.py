@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.yaml_values import RefusedYamlError, read_yaml, value_of, yaml_of
+from shardwise.config.yaml_values import RefusedYamlError, commented_out, read_yaml, value_of, yaml_of
 
 _LONGEST_SECONDS = 1_000_000
 Deadline = Annotated[float, Field(gt=0, le=_LONGEST_SECONDS)]
@@ -195,15 +195,15 @@ Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Keyword arguments for code that is not Shardwise's. Numbers in them are finite and keys are text."""
 
 
-def _as_list(given: object) -> object:
+def as_list(given: object) -> object:
     return [given] if isinstance(given, str) else given
 
 
-OneOrMore = Annotated[list[str], BeforeValidator(_as_list)]
+OneOrMore = Annotated[list[str], BeforeValidator(as_list)]
 """A list, or its only entry by itself."""
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path, or text that may be one. `~` at its start becomes the home folder: shells do not expand it after `key=`."""
-Paths = Annotated[list[PathText], BeforeValidator(_as_list)]
+Paths = Annotated[list[PathText], BeforeValidator(as_list)]
 """A list of paths, or its only one by itself."""
 
 
@@ -229,6 +229,11 @@ def _apply_override(cls: type[Config], tree: dict[str, Any], override: str) -> N
         raise ConfigError(f'override "{key}=...": {error}') from None
     except yaml.YAMLError:
         raise ConfigError(f'override "{override}": the value is not valid YAML; quote it') from None
+    if comment := commented_out(text):
+        raise ConfigError(
+            f'override "{override}": to YAML "{comment}" is a comment and no part of the value; put the value in '
+            f"quotes that the shell leaves alone: {key}='\"...\"'"
+        )
     node = tree
     for depth, parent in enumerate(parents, start=1):
         if node.get(parent) is None:  # absent, or a group whose keys are all commented out

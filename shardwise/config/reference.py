@@ -1,4 +1,4 @@
-"""The config reference as Markdown and as JSON schema, made from the classes themselves."""
+"""The config reference as Markdown, made from the classes themselves."""
 
 import ast
 import inspect
@@ -26,12 +26,6 @@ def describe(cls: type[Config]) -> None:
                 if name in group.model_fields:  # a key, not a variable of the class
                     group.model_fields[name].description = text
         group.model_rebuild(force=True)
-
-
-def json_schema(cls: type[Config]) -> dict[str, Any]:
-    """Returns the JSON schema of a config class, with descriptions."""
-    describe(cls)
-    return cls.model_json_schema()
 
 
 def markdown(cls: type[Config], *, title: str) -> str:

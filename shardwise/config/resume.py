@@ -1,6 +1,6 @@
 """Which keys of a config may differ from those of the run that is resumed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -97,7 +97,7 @@ def changes_that_matter(
     old = dict(leaves(_with_defaults(_asking_for_layouts_of(earlier, now), kind) or earlier))
     new = dict(leaves(_with_defaults(_asking_for_layouts_of(now, earlier), kind) or now))
     may_differ = [*MAY_CHANGE, *allowed, *(LENGTH_KEYS if _may_be_of_any_length(config) else ())]
-    pairs = {key: (old.get(key), new.get(key)) for key in {**new, **old}}
+    pairs = {key: (old.get(key), new.get(key)) for key in {**new, **old} if not _is_filled_in_one(key, old, new)}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and not is_among(key, may_differ)}
 
 
@@ -126,6 +126,18 @@ def allows_other_rows(allowed: Sequence[str]) -> bool:
     return any(_is_within(name, key) or _is_within(key, name) for name in allowed for key in _ROW_KEYS)
 
 
+def keys_to_allow(keys: Iterable[str], config: TrainingConfig) -> list[str]:
+    """Returns what trainer.resume_allow has to name so that these keys, some of them in lists or in dicts of the user's
+    own, may differ."""
+    known = set(key_paths(type(config)))
+    found = []
+    for key in map(without_places, keys):
+        parts = key.split(".")
+        prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        found.append(next((prefix for prefix in prefixes if prefix in known), key))
+    return list(dict.fromkeys(found))
+
+
 def require_known_keys(allowed: Sequence[str], config: TrainingConfig) -> None:
     """Raises ConfigError: trainer.resume_allow names something that is no key of this config."""
     known = set(key_paths(type(config)))
@@ -134,6 +146,14 @@ def require_known_keys(allowed: Sequence[str], config: TrainingConfig) -> None:
             f"trainer.resume_allow names {', '.join(unknown)}, which this config does not have; name keys such as "
             "trainer.learning_rate, or groups of them such as data"
         )
+
+
+def _is_filled_in_one(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether a group is empty, and so a value, in one of two trees and has keys in the other, which say that."""
+    return any(
+        here.get(key) == {} and key not in there and any(_is_within(other, key) for other in there)
+        for here, there in ((old, new), (new, old))
+    )
 
 
 def _with_defaults(tree: dict[str, Any], kind: type[TrainingConfig]) -> dict[str, Any] | None:

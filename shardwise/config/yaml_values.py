@@ -126,6 +126,14 @@ def value_of(text: str) -> Any:
         raise RefusedYamlError(_TOO_DEEP) from None
 
 
+def commented_out(text: str) -> str:
+    """Returns the comment at the end of a valid value in YAML, which is no part of it; "" if there is none."""
+    end = max(
+        (token.end_mark.index for token in yaml.scan(text) if not isinstance(token, yaml.StreamEndToken)), default=0
+    )
+    return text[end:].strip()
+
+
 def yaml_of(tree: dict[str, Any]) -> str:
     """Writes a tree of plain values as text that `read_yaml` reads back."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)

@@ -113,7 +113,8 @@ def render_conversation(
     put behind the last turn. Turns after the last trained one are left out: nothing learns from them.
 
     Args:
-        messages: the first of them is not the assistant's. Contents may be parts as `take_images` returns them.
+        messages: the first of them is not the assistant's. Contents may be parts as `take_images` returns them. One of
+            the assistant's with a weight of 0, as in OpenAI's files for fine-tuning, is context.
         origin: names the row in errors.
         system_prompt: put before messages that have no system message.
         trained_from: index of a message, the system prompt included; assistant turns before it are context.
@@ -128,9 +129,13 @@ def render_conversation(
             over them would be right.
     """
     messages = with_system_prompt(checked_messages(messages, origin, may_have_parts=True), system_prompt)
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= trained_from]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= trained_from]
+    turns = [i for i in answers if _is_trained(messages[i], origin)]
     if not turns:
-        raise DataError(f"{origin}: the conversation has no assistant turn, so there is nothing to learn from it")
+        unweighted = " with a weight" if answers else ""
+        raise DataError(
+            f"{origin}: the conversation has no assistant turn{unweighted}, so there is nothing to learn from it"
+        )
     if turns[0] == 0:
         raise DataError(
             f"{origin}: the conversation begins with an assistant turn; begin with a user or system message"
@@ -162,6 +167,13 @@ def render_conversation(
     if not is_ended and end is not None:
         token_ids, loss_mask = [*token_ids, end], [*loss_mask, True]
     return _only_words(tokenizer, token_ids, media_token_ids, origin), loss_mask
+
+
+def _is_trained(turn: Message, origin: str) -> bool:
+    weight = turn.get("weight", 1)
+    if isinstance(weight, int | float) and weight in (0, 1):
+        return bool(weight)
+    raise DataError(f"{origin}: an assistant turn has the weight {preview(weight)}; 0 leaves it untrained, 1 trains it")
 
 
 def render_observation(

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Self
 
@@ -215,13 +215,19 @@ class CustomFunction:
             raise self._error(f"losses of {losses.dtype}", expected)
         if like.requires_grad and not losses.requires_grad:
             raise self._error("losses without a graph back to what they were given", expected)
+        checked: Metrics = {}
         for name, value in metrics.items():
             self._require_name(name)
             if not isinstance(value, MetricValue):
                 raise self._error(f"the metric {name} as {_kind(value)}", expected)
+            for part in (value.total, value.count):
+                if not _is_number(part):
+                    what = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else _kind(part)
+                    raise self._error(f"the metric {name} with {what} in it", "single numbers, such as mask.sum()")
+            checked[name] = replace(value, total=_detached(value.total), count=_detached(value.count))
         if self.key == "loss":
-            self._require_apart(metrics)
-        return losses, dict(metrics)
+            self._require_apart(checked)
+        return losses, checked
 
     def number(self, returned: Any, *, meaning: str) -> float:
         """Returns what the function returned, if it is a finite number of at least 0; else raises TrainingError."""
@@ -320,6 +326,17 @@ def _at(config: Config, key: str) -> Any:
     for name in key.split("."):
         value = None if value is None else getattr(value, name)
     return value
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a metric can be made of it: of a number, or of a tensor that is one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _detached(value: float | Tensor) -> float | Tensor:
+    return value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
 
 
 def _kind(value: Any) -> str:

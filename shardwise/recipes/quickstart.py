@@ -1,6 +1,8 @@
 """From nothing to a policy improved by reinforcement learning, in minutes, offline: the real recipes on a toy task."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from shardwise.recipes.checkpointing.writer_lock import no_place
 from shardwise.recipes.evaluate import evaluate
 from shardwise.recipes.rl import train as train_rl
 from shardwise.recipes.sft import train as train_sft
+from shardwise.recipes.stopping import Stopped
 
 NUM_HELD_OUT = 512
 SFT_STEPS = 130
@@ -51,13 +54,15 @@ def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:
     accuracy = {"untrained": _accuracy(model, files, group, output_dir / "eval" / "untrained")}
 
     print("2/4  supervised fine-tuning on worked answers", flush=True)
-    train_sft(sft_config(model, files, output_dir / "sft", seed=seed), group)
+    with _beginning_anew():
+        train_sft(sft_config(model, files, output_dir / "sft", seed=seed), group)
     group.call("close")
     after_sft = latest_hf_folder(str(output_dir / "sft"))
     accuracy["sft"] = _accuracy(Path(after_sft), files, group, output_dir / "eval" / "sft")
 
     print("3/4  reinforcement learning (GRPO) on the answers alone", flush=True)
-    train_rl(rl_config(Path(after_sft), files, output_dir, seed=seed), group)
+    with _beginning_anew():
+        train_rl(rl_config(Path(after_sft), files, output_dir, seed=seed), group)
     group.call("close")
     accuracy["rl"] = _accuracy(output_dir, files, group, output_dir / "eval" / "rl")
 
@@ -72,6 +77,15 @@ def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:
     print(f'Talk to it:   shardwise generate {output_dir} --prompt "33+44="')
     print("              An answer such as 07 77 is the sum of the ones, which helps to carry, and then the sum.")
     print(f"Look at it:   tensorboard --logdir {output_dir}")
+
+
+@contextmanager
+def _beginning_anew() -> Iterator[None]:
+    """Tells who stops a run in it that the quickstart goes on with none."""
+    try:
+        yield
+    except Stopped as stopped:
+        raise Stopped(stopped.reason, "the same command begins anew", stopped.code) from None
 
 
 def sft_config(model: Path, files: ProblemFiles, output_dir: Path, *, seed: int) -> SFTConfig:

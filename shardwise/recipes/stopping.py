@@ -21,8 +21,9 @@ _LOOK_SECONDS = 1.0
 class Stopped(Exception):
     """A run has saved and stopped before its last step; the message says why, and how to continue."""
 
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
+    def __init__(self, reason: str, outlook: str, code: int) -> None:
+        super().__init__(f"{reason}; {outlook}")
+        self.reason = reason
         self.code = code
         """The exit code of the job."""
 
@@ -85,8 +86,8 @@ class Stopping:
         else:
             reason, code = f"stopped for trainer.max_time_seconds={trainer.max_time_seconds:g}", TIME_IS_UP
         if not trainer.save_state:
-            return Stopped(f"{reason} after step {step}; not resumable, for trainer.save_state=false", code)
-        return Stopped(f"{reason}; resumable: {_same_command(trainer)} continues after step {step}", code)
+            return Stopped(f"{reason} after step {step}", "not resumable, for trainer.save_state=false", code)
+        return Stopped(reason, f"resumable: {_same_command(trainer)} continues after step {step}", code)
 
     def _is_time_up(self, save_seconds: float | None) -> bool:
         """Returns whether another step and a save might exceed trainer.max_time_seconds."""

@@ -1,5 +1,6 @@
 """Code of the user's own: imported by its path, told by its kind, and its errors described in one line."""
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -135,6 +136,7 @@ def _import_file(spec: str, path: Path, key: str) -> ModuleType:
             return sys.modules[name]
         name += "_"
     sys.path.append(str(path.parent))
+    _require_own_neighbours(spec, path, key)
     module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"{key}={spec}: {path.name} is not a Python file; its name must end in .py")
@@ -147,6 +149,32 @@ def _import_file(spec: str, path: Path, key: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _require_own_neighbours(spec: str, path: Path, key: str) -> None:
+    """Raises ConfigError: a file imports a neighbour by a name for which Python takes another file of the user's, as it
+    does where two rewards have such neighbours."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):  # its import tells
+        return
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    froms = [node.module or "" for node in imports if isinstance(node, ast.ImportFrom) and node.level == 0]
+    names = [*froms, *(alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names)]
+    for name in dict.fromkeys(name.partition(".")[0] for name in names):
+        meant = next(filter(Path.is_file, (path.parent / f"{name}.py", path.parent / name / "__init__.py")), None)
+        if meant is None:
+            continue
+        try:
+            found = importlib.util.find_spec(name)
+        except ValueError:  # a module without a spec
+            continue
+        origin = None if found is None else found.origin
+        if origin and not origin.startswith(_NOT_USER_CODE) and Path(origin).is_file() and not meant.samefile(origin):
+            raise ConfigError(
+                f"{key}={spec}: {path.name} imports {name}, and Python takes {origin} for it, not {meant} beside it; "
+                "rename one of the two"
+            )
 
 
 def _callables(module: ModuleType) -> str:

@@ -154,6 +154,11 @@ def test_override_opens_a_group_and_null_closes_one(tmp_path):
         ("name", 'override "name" is not of the form key.path=value, e.g. engine.param_dtype=bfloat16'),
         ("=3", 'override "=3" is not of the form key.path=value, e.g. engine.param_dtype=bfloat16'),
         ("name=[1", 'override "name=[1": the value is not valid YAML; quote it'),
+        (
+            "name=after ####.",
+            'override "name=after ####.": to YAML "####." is a comment and no part of the value; put the value in '
+            "quotes that the shell leaves alone: name='\"...\"'",
+        ),
         ("name=" + "[" * 2000, 'override "name=...": it is nested more than 100 levels deep'),
         ("maybe=&m {a: *m}", 'override "maybe=...": what the anchor in line 1 names contains itself; write it out'),
         (

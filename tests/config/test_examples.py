@@ -4,7 +4,9 @@ import re
 import shlex
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from shardwise.config import (
     DistillConfig,
@@ -14,6 +16,7 @@ from shardwise.config import (
     RLConfig,
     SFTConfig,
 )
+from shardwise.config.json_schema import json_schema
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -48,6 +51,7 @@ def test_an_example_is_valid_and_what_it_sets_is_kept(name):
     config = CLASSES[name].load(EXAMPLES / name)
     assert f"path: {config.model.path}\n" in text
     assert f"param_dtype: {config.engine.param_dtype}\n" in text
+    jsonschema.validate(yaml.safe_load(text), json_schema(CLASSES[name]))
 
 
 def commands():

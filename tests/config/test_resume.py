@@ -10,6 +10,7 @@ from shardwise.config import (
     allows_other_rows,
     changes_that_matter,
     key_paths,
+    keys_to_allow,
     require_known_keys,
 )
 from shardwise.config.resume import LENGTH_KEYS, MAY_CHANGE
@@ -168,3 +169,19 @@ def test_a_run_keeps_the_layout_that_its_config_spells_out():
     assert changes_that_matter(tree, spelt_out, allowed=[]) == {}
     assert spelt_out.reference.param_dtype == "float32"
     assert changes_that_matter(tree, now, allowed=[]) == {"reference.param_dtype": ("float32", "bfloat16")}
+
+
+def test_keys_in_dicts_of_the_users_own_are_allowed_by_the_key_of_the_dict():
+    before, after = (
+        [f"reward.functions=[{{function: 'r:f', parameters: {{a: {a}}}}}]", f"trainer.module_learning_rates={rates}"]
+        for a, rates in ((1, "{}"), (2, "{model.layers.0: 1.0e-5}"))
+    )
+    found = changes(before, after)
+    assert found == {
+        "reward.functions.0.parameters.a": (1, 2),
+        "trainer.module_learning_rates.model.layers.0": (None, 1e-5),
+    }
+    names = keys_to_allow(found, rl())
+    assert names == ["reward.functions.parameters", "trainer.module_learning_rates"]
+    require_known_keys(names, rl())
+    assert changes(before, after, *names) == {}

@@ -160,6 +160,26 @@ def test_answers_in_a_row_with_nothing_between_them_are_one(tokenizer):
     assert spans(tokenizer, *rendered) == [(False, "2+3="), (True, "5it is 8<|end|>")]
 
 
+def test_a_turn_with_a_weight_of_0_is_context(tokenizer):
+    def trained(*weights):
+        answers = [TALK[2] | {"weight": weights[0]}, TALK[4] | {"weight": weights[1]}]
+        return spans(tokenizer, *render_conversation(tokenizer, [*TALK[:2], answers[0], TALK[3], answers[1]], "row"))
+
+    whole = spans(tokenizer, *render_conversation(tokenizer, TALK, "row"))
+    assert trained(1, None) == whole
+    assert [text for is_trained, text in trained(0, 1) if is_trained] == [whole[-1][1]] != []
+    assert "".join(text for _, text in trained(0, 1)) == "".join(text for _, text in whole)
+    assert trained(1.0, 0) == whole[:2]
+    with pytest.raises(
+        DataError, match=r"^row: the conversation has no assistant turn with a weight, so there is noth"
+    ):
+        trained(0, 0)
+    with pytest.raises(
+        DataError, match=r"^row: an assistant turn has the weight 0\.5; 0 leaves it untrained, 1 trains"
+    ):
+        trained(0.5, 1)
+
+
 def test_turns_after_the_last_assistant_turn_are_left_out(tokenizer):
     extra = [*TALK, {"role": "user", "content": "thanks"}]
     assert render_conversation(tokenizer, extra, "row") == render_conversation(tokenizer, TALK, "row")

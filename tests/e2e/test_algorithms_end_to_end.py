@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from tiny_models import tiny_model
 from transformers import AutoModelForTokenClassification
 
+from shardwise.rewards import load_function
+
 ADVANTAGE, LOSS = "examples/custom_advantage/median.py:above_median", "examples/custom_loss/asymmetric.py:asymmetric"
 
 
@@ -230,6 +232,11 @@ def test_examples_of_ones_own_functions_run(rl, key, function):
 
 
 def test_the_example_of_ones_own_reward_runs(rl):
+    reward = load_function("examples/custom_reward/brevity.py:right_and_brief")
+    solution = "4 and 3 is 7\n#### 7"
+    for truth in (solution, "7", 7):
+        assert reward("gsm8k", solution, truth, {})["score"] > 1
+        assert reward("gsm8k", "#### 8", truth, {})["score"] == 0
     first, _ = rl(**{"reward.functions": "examples/custom_reward/brevity.py:right_and_brief"})
     assert 0 <= first["reward_part/brevity"] <= 1
     assert first["reward/mean"] == pytest.approx(first["reward_part/acc"], abs=0.2)

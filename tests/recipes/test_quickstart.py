@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import shardwise.recipes.quickstart as recipe
 from shardwise.config import ConfigError
+from shardwise.recipes.stopping import Stopped
 
 
 def lines(path):
@@ -40,6 +41,18 @@ def test_the_summary_holds_what_was_measured_and_the_final_policy_is_the_one_aft
     )
     moved = max(float((end[name] - start[name]).abs().max()) for name in start)
     assert moved < 2e-3  # one Adam step moves a weight by at most about the learning rate
+
+
+def test_who_stops_it_is_told_that_it_begins_anew(monkeypatch, tmp_path):
+    def stops(*_):
+        raise Stopped("stopped by SIGINT", "resumable: the same command with trainer.resume=auto continues", 130)
+
+    monkeypatch.setattr(recipe, "NUM_HELD_OUT", 2)
+    monkeypatch.setattr(recipe, "_accuracy", lambda *_: 0.0)
+    monkeypatch.setattr(recipe, "train_sft", stops)
+    with pytest.raises(Stopped, match=r"^stopped by SIGINT; the same command begins anew$") as stopped:
+        recipe.quickstart(tmp_path, None, seed=0)
+    assert stopped.value.code == 130
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

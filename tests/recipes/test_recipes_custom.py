@@ -33,6 +33,7 @@ REWARD_MODEL: TypeAdapter[RewardModelLoss] = TypeAdapter(RewardModelLoss)
 STEP = Denominators(num_tokens=17, num_sequences=6)
 
 OWN = """
+import numpy as np
 import torch
 from shardwise.algorithms import bradley_terry, clipped_value_loss, dpo, kl_divergence
 from shardwise.config import ConfigError
@@ -109,6 +110,17 @@ def named(first, *others, metric):
 def alike(first, *others):
     value = MetricValue.mean(3.0, 1)
     return (first if first.dim() == 1 else first[:, 0]) * 1, {"a/share": value, "b/share": value}
+
+def of_all(first, *others):
+    losses = (first if first.dim() == 1 else first[:, 0]) * 1
+    return losses, {"own/share": MetricValue.sum(losses)}
+
+def of_text(first, *others):
+    return (first if first.dim() == 1 else first[:, 0]) * 1, {"own/share": MetricValue.mean(1, "a")}
+
+def with_graph(first, *others):
+    losses = (first if first.dim() == 1 else first[:, 0]) * 1
+    return losses, {"own/share": MetricValue.mean((losses / losses).sum().view(1), np.float32(2))}
 
 def complex_losses(first, *others):
     return (first if first.dim() == 1 else first[:, 0]) * 1j, {}
@@ -281,6 +293,11 @@ WRONG = [
         )
     ),
     *(
+        (key, name, f"the metric own/share with {part} in it, expected single numbers, such as mask.sum()")
+        for key, size in (("algorithm.policy_loss", 17), ("loss of preference", 2))
+        for name, part in (("of_all", f"a tensor of shape [{size}]"), ("of_text", "a str"))
+    ),
+    *(
         ("algorithm.aggregation", name, f"{returned}, expected a tensor of shape [], this micro-batch's part of a sum "
          "over the step")
         for name, returned in (
@@ -307,6 +324,15 @@ def test_what_a_function_of_ones_own_returns_is_checked(own, key, name, message)
         result_of(kind, config, batch(), numbers)
     shown = key.removesuffix(" of preference").removesuffix(" of reward-model")
     assert str(error.value) == f"{shown}={own(name)['function']} returned {message}"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("key", "size"), [("algorithm.policy_loss", 17), ("loss of preference", 2)])
+def test_a_metric_of_ones_own_is_a_number_without_a_graph(own, key, size):
+    """Of one with a graph torch warns where it is read."""
+    kind, config, numbers = KINDS[key](own("with_graph"))
+    *_, metrics = result_of(kind, config, batch(), numbers)
+    assert [value for name, value in metrics.items() if name.endswith("share")] == [size / 2]
 
 
 LOSS_KEYS = ("algorithm.policy_loss", "critic.value_loss", "loss of preference", "loss of reward-model")

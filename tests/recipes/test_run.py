@@ -471,7 +471,7 @@ def test_what_was_logged_before_an_error_stays_readable(tmp_path, run_of):
 
 
 @pytest.mark.parametrize(
-    "error", [KeyError("reward"), RuntimeError("Connection closed by peer"), Stopped("s", 143), None]
+    "error", [KeyError("reward"), RuntimeError("Connection closed by peer"), Stopped("s", "t", 143), None]
 )
 def test_logs_that_cannot_be_written_do_not_replace_what_ended_the_run(tmp_path, run_of, capsys, error):
     expected = ExportError if error is None or isinstance(error, Stopped) else type(error)

@@ -20,6 +20,39 @@ def test_load_function_from_a_file_relative_to_the_working_directory(tmp_path):
     assert load_function("inner/rules.py:compute_score")() == 0.25
 
 
+@pytest.fixture
+def helpers():
+    yield
+    sys.modules.pop("own_helpers", None)
+
+
+def test_a_file_whose_neighbour_has_the_name_of_another_files_is_refused(tmp_path, helpers):
+    """Python would take the first for both."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own_helpers.py").write_text(f"VALUE = '{name}'\n")
+        (tmp_path / name / "rules.py").write_text("def f():\n    from own_helpers import VALUE\n    return VALUE\n")
+    assert load_function("one/rules.py:f")() == "one"
+    told = (
+        rf"two/rules\.py:f: rules\.py imports own_helpers, and Python takes {tmp_path}/one/own_helpers\.py for it, not "
+    )
+    with pytest.raises(ConfigError, match=told + rf"{tmp_path}/two/own_helpers\.py beside it; rename one of the two$"):
+        load_function("two/rules.py:f")
+    (tmp_path / "two" / "rules.py").write_text("import json, os.path\ndef f(): return 2\n")
+    (tmp_path / "two" / "json.py").write_text("")
+    assert load_function("two/rules.py:f")() == 2
+
+
+def test_a_file_whose_neighbour_stands_in_the_working_directory_too_is_refused(tmp_path, helpers, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "inner").mkdir()
+    for folder in (tmp_path, tmp_path / "inner"):
+        (folder / "own_helpers.py").write_text("VALUE = 1\n")
+    (tmp_path / "inner" / "rules.py").write_text("import own_helpers as h\ndef f(): return h.VALUE\n")
+    with pytest.raises(ConfigError, match=rf"imports own_helpers, and Python takes {tmp_path}/own_helpers\.py for it"):
+        load_function("inner/rules.py:f")
+
+
 def test_load_function_from_a_module():
     assert load_function("math:sqrt")(9.0) == 3.0
 

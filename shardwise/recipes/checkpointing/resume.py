@@ -16,6 +16,7 @@ from shardwise.config import (
     changes_of_state,
     changes_that_matter,
     is_among,
+    keys_to_allow,
     require_known_keys,
     require_known_length,
     without_places,
@@ -308,10 +309,10 @@ def _require_same(
         told = [f"{key} was {_in_yaml(before)} and is {_in_yaml(now)}" for key, (before, now) in changes.items()]
         listed, them = (f" {told[0]}; ", "it") if len(told) == 1 else ("\n  ".join(["", *told]) + "\n", "them")
         elsewhere = "give another trainer.output_dir, " if config.trainer.resume == "auto" else ""
-        remedy = f"{elsewhere}set {them} back, allow {them} with trainer.resume_allow=[{_allowing(changes)}]"
+        remedy = f"{elsewhere}set {them} back, allow {them} with trainer.resume_allow=[{_listed(changes, config)}]"
         if others := changes_of_state(changes):
             remedy = (
-                f"its training state does not fit another {_allowing(others)}: {elsewhere}set {them} back"
+                f"its training state does not fit another {_listed(others, config)}: {elsewhere}set {them} back"
                 f"{_without_state(checkpoint)}"
             )
         raise ConfigError(f"{checkpoint} was trained with another config:{listed}{remedy}, {anew}")
@@ -321,7 +322,7 @@ def _require_same(
         listed = " and ".join(f"those of {key} ({name})" for key, name in refused.items())
         raise ConfigError(
             f"{checkpoint} was trained with other files: {listed} have changed since; put them back, allow it with "
-            f"trainer.resume_allow=[{_allowing(refused)}], {anew}"
+            f"trainer.resume_allow=[{_listed(refused, config)}], {anew}"
         )
 
 
@@ -352,8 +353,8 @@ def _without_state(checkpoint: Path) -> str:
     return f", begin a run from its weights (model.path={weights} with another trainer.output_dir)"
 
 
-def _allowing(keys: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(map(without_places, keys)))
+def _listed(keys: Iterable[str], config: TrainingConfig) -> str:
+    return ", ".join(keys_to_allow(keys, config))
 
 
 def _recipe(config: TrainingConfig) -> str:

@@ -54,10 +54,10 @@ def test_a_run_that_was_stopped_ends_with_its_code_and_lets_the_other_ranks_go(c
     monkeypatch.setattr(process.RankGroup, "shutdown", lambda group: ended.append(group))
 
     def recipe(group):
-        raise Stopped("resumable", 143)
+        raise Stopped("stopped", "resumable", 143)
 
     assert run_rank(recipe, timeout_seconds=7) == 143
-    assert capsys.readouterr() == ("resumable\n", "")
+    assert capsys.readouterr() == ("stopped; resumable\n", "")
     assert len(ended) == 1
 
 
