@@ -31,8 +31,8 @@ class TrainerConfig(OptimizerConfig):
     total_steps: PositiveInt | None = None
     """Steps of the run; null runs num_epochs over the training rows."""
     num_epochs: PositiveInt = 1
-    """Passes over the training rows where total_steps is null. The last batch is filled up with rows of the next pass, so
-    fewer rows than a batch come more than once."""
+    """Passes over the training rows where total_steps is null. The last batch is filled up with rows of the next pass,
+    so fewer rows than a batch come more than once."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Orders rows and seeds sampling. The same seed on the same layout gives the same metrics.jsonl."""
     validate_every_steps: Annotated[int, Field(ge=0)] = 0

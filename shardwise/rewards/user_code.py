@@ -169,10 +169,12 @@ def _require_own_neighbours(spec: str, path: Path, key: str) -> None:
             found = importlib.util.find_spec(name)
         except ValueError:  # a module without a spec
             continue
-        origin = None if found is None else found.origin
-        if origin and not origin.startswith(_NOT_USER_CODE) and Path(origin).is_file() and not meant.samefile(origin):
+        taken = Path("" if found is None or found.origin is None else found.origin)
+        if not taken.is_file() or str(taken).startswith(_NOT_USER_CODE):
+            continue
+        if taken.read_bytes() != meant.read_bytes():
             raise ConfigError(
-                f"{key}={spec}: {path.name} imports {name}, and Python takes {origin} for it, not {meant} beside it; "
+                f"{key}={spec}: {path.name} imports {name}, and Python takes {taken} for it, not {meant} beside it; "
                 "rename one of the two"
             )
 

@@ -1,3 +1,4 @@
+import shutil
 import sys
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def test_a_file_whose_neighbour_has_the_name_of_another_files_is_refused(tmp_pat
     )
     with pytest.raises(ConfigError, match=told + rf"{tmp_path}/two/own_helpers\.py beside it; rename one of the two$"):
         load_function("two/rules.py:f")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    assert load_function("copy/rules.py:f")() == "one"
     (tmp_path / "two" / "rules.py").write_text("import json, os.path\ndef f(): return 2\n")
     (tmp_path / "two" / "json.py").write_text("")
     assert load_function("two/rules.py:f")() == 2
@@ -47,7 +50,7 @@ def test_a_file_whose_neighbour_stands_in_the_working_directory_too_is_refused(t
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "inner").mkdir()
     for folder in (tmp_path, tmp_path / "inner"):
-        (folder / "own_helpers.py").write_text("VALUE = 1\n")
+        (folder / "own_helpers.py").write_text(f"VALUE = {len(folder.parts)}\n")
     (tmp_path / "inner" / "rules.py").write_text("import own_helpers as h\ndef f(): return h.VALUE\n")
     with pytest.raises(ConfigError, match=rf"imports own_helpers, and Python takes {tmp_path}/own_helpers\.py for it"):
         load_function("inner/rules.py:f")
