@@ -187,7 +187,8 @@ def _limit_in(args: dict[str, Any], key: str) -> tuple[str, int] | None:
     """Returns the key and value of a limit on the context; None unless it is a positive number: the engines take
     anything else for a word to choose by themselves, or refuse it."""
     given = args.get(key)
-    return (f"rollout.engine.args.{key}", given) if type(given) is int and given > 0 else None
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    return (f"rollout.engine.args.{key}", number) if type(number) is int and number > 0 else None
 
 
 RolloutEngineConfig = Annotated[

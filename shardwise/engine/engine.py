@@ -293,7 +293,7 @@ class TrainEngine:
             device: nothing waits for it before `optim_step` does.
         Raises:
             TrainingError: an earlier call ended with an error; the gradients that it left in FSDP would be added to
-                these.
+                these. Weights or gradients are offloaded. ValueError: there are more or fewer teacher_outputs.
         """
         assert self._optimizer is not None, "a frozen engine has no gradients"
         self._require_weights()
@@ -302,6 +302,9 @@ class TrainEngine:
                 "an earlier forward_backward of this engine ended with an error, and what it left of gradients would "
                 "be added to others; build the engine again, from its last checkpoint"
             )
+        self._require_onloaded("grads")
+        if teacher_outputs is not None and len(teacher_outputs) != len(batches):
+            raise ValueError(f"{len(batches)} micro-batches, and teacher_outputs of {len(teacher_outputs)}")
         wanted = list(islice(_wanted(temperature, with_logprobs, with_entropy, teacher_outputs), len(batches)))
         if origins is None:
             origins = [(dist.get_rank(), index) for index in range(len(batches))]
@@ -350,6 +353,7 @@ class TrainEngine:
             The optimizer's metrics, and how long this rank computed since the last step (see `BusyClock`).
         """
         assert self._optimizer is not None, "a frozen engine has no optimizer"
+        self._require_onloaded("params", "grads", "optimizer")
         losses, self._losses = self._losses, []
         routed = self._expert_loads.take() | self._replay.take()  # taken before on_fault may run another pass
         self._copies.wait()
@@ -473,7 +477,7 @@ class TrainEngine:
         """Moves parts to host memory and frees their memory on the device, until `onload`. Parts that are there already
         stay there.
 
-        The engine must not compute with a part that is offloaded.
+        The engine computes with no part that is offloaded: it raises TrainingError.
         """
         self._copies.wait()
         for part in parts:
@@ -505,6 +509,14 @@ class TrainEngine:
     def _require_weights(self) -> None:
         if self._state is not None:
             self._state.require_weights()
+        self._require_onloaded("params")
+
+    def _require_onloaded(self, *parts: Part) -> None:
+        """Raises TrainingError: a part that is worked with is in host memory."""
+        if away := [part for part in parts if self._on_host[part]]:
+            raise TrainingError(
+                f"{', '.join(away)} of this engine are offloaded, and this needs them; call onload first"
+            )
 
     @torch.no_grad()
     def _probe(self, config: EngineConfig | FrozenEngineConfig) -> None:

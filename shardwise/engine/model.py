@@ -179,7 +179,12 @@ def build_unloaded(
     pad_token_id: int | None = None,
 ) -> ShardedModel:
     """Builds the model without loading weights. Holds no collectives, and raises on this rank only."""
-    hf_model = build_on_meta(folder, head_name, experts_implementation=config.experts_implementation)
+    hf_model = build_on_meta(
+        folder,
+        head_name,
+        experts_implementation=config.experts_implementation,
+        is_saved_again=isinstance(config, EngineConfig),
+    )
     if config.experts_implementation is None:  # before it is known which module computes in which of these
         dtypes = {config.param_dtype, *(own.param_dtype for own in config.module_precision if own.param_dtype)}
         avoid_unaligned(hf_model, min((getattr(torch, name) for name in dtypes), key=lambda dtype: dtype.itemsize))
@@ -305,10 +310,16 @@ def _watch_routers(
 
 
 def build_on_meta(
-    folder: Path, head_name: HeadName = "logprobs", *, experts_implementation: str | None = None
+    folder: Path,
+    head_name: HeadName = "logprobs",
+    *,
+    experts_implementation: str | None = None,
+    is_saved_again: bool = True,
 ) -> PreTrainedModel:
     """Builds the model in float32, without memory behind its parameters.
 
+    Args:
+        is_saved_again: a model that is not needs no generation_config.json.
     Raises:
         ModelError: not a model of this kind, of a family that packed attention cannot compute, or with dropout.
         ConfigError: experts_implementation for a model without fused experts.
@@ -337,7 +348,7 @@ def build_on_meta(
     if has_value_head:
         value_projection_name(model)  # or it is refused
     _refuse_dropout(model)
-    if not has_value_head:
+    if not has_value_head and is_saved_again:
         take_generation_config(model, folder)
     if experts_implementation is not None:
         _set_experts(model, experts_implementation)

@@ -20,7 +20,7 @@ from shardwise.families.proven import (
     unproven_reason,
     with_release,
 )
-from shardwise.families.rotary import RotaryLimit, rotary_limit
+from shardwise.families.rotary import RotaryLimit, context_of, rotary_limit
 from shardwise.families.routers import (
     EXPERTS,
     ROUTER_NAMES,

@@ -53,6 +53,23 @@ def rotary_limit(config: Any) -> RotaryLimit | None:
     return min(limits, key=lambda limit: limit.num_tokens, default=None)
 
 
+def context_of(config: Any) -> tuple[int | None, str]:
+    """Returns (the longest sequence that a language model was made for, the key of config.json that says so); None if
+    none does. With rope_type yarn it is at least what the frequencies were made for: who adds it to a config.json as
+    Qwen's model cards say leaves max_position_embeddings as it was.
+
+    Args:
+        config: transformers' config of the language model.
+    """
+    key = "max_position_embeddings"
+    limits = {key: getattr(config, key, None)}
+    for kind in _rope_parameters(config):
+        if kind.get("rope_type") == "yarn" and limits[key] is not None:
+            limits[f"original_{key} x factor"] = int(kind[f"original_{key}"] * kind["factor"])
+    longest = max(limits, key=lambda name: limits[name] or 0)
+    return limits[longest], longest
+
+
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """All sets of rotary parameters: some families have one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}

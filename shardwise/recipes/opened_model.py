@@ -11,7 +11,7 @@ from shardwise.console import warn
 from shardwise.data import UnusableProcessor, Vision, WordsAlone, check_vocabulary, load_tokenizer
 from shardwise.data.chat import turn_end_id
 from shardwise.engine import resolve_folder
-from shardwise.families import rotary_limit
+from shardwise.families import context_of, rotary_limit
 from shardwise.model_config import end_of_sequence_ids, media_token_ids, read_generation_config, read_model_config
 from shardwise.recipes.checkpointing.checkpoints import latest_hf_folder, reading
 from shardwise.recipes.checkpointing.manifest import verify_weights
@@ -30,7 +30,7 @@ class Context:
     def of(cls, folder: Path) -> "Context":
         """Reads the limit of a model folder. Raises ModelError: config.json cannot be used."""
         text_config = read_model_config(folder).get_text_config()
-        context, key = getattr(text_config, "max_position_embeddings", None), "max_position_embeddings"
+        context, key = context_of(text_config)
         rotary = rotary_limit(text_config)
         if rotary is not None and (context is None or rotary.num_tokens < context):
             context, key = rotary.num_tokens, f"{rotary.key}, as {rotary.reason},"

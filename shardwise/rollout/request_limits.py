@@ -7,6 +7,7 @@ from typing import Self
 from transformers import PretrainedConfig
 
 from shardwise.config import LARGEST_TEMPERATURE, LARGEST_TOP_K, LEAST_TEMPERATURE, DataError
+from shardwise.families import context_of
 from shardwise.types import GenerateRequest
 
 
@@ -24,8 +25,10 @@ class RequestLimits:
     def of(cls, config: PretrainedConfig) -> Self:
         """Returns the limits of a model."""
         text_config = config.get_text_config()
-        context_tokens = getattr(text_config, "max_position_embeddings", None)
-        return cls(vocab_size=text_config.vocab_size, context_tokens=context_tokens)
+        context_tokens, key = context_of(text_config)
+        return cls(
+            vocab_size=text_config.vocab_size, context_tokens=context_tokens, context_key=f"{key} in config.json"
+        )
 
     def require(self, requests: Sequence[GenerateRequest]) -> None:
         """Raises DataError, which names the request, if one is empty, asks for no token, has a token outside the

@@ -27,6 +27,7 @@ from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.sglang_server import SglangServer, check_sglang
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import require_ends, require_words
+from shardwise.rollout.stop_strings import Decode, first_stop
 from shardwise.rollout.vision import requests_to_score
 from shardwise.scratch import scratch_folder
 from shardwise.types import Completion, GenerateRequest, Images
@@ -39,18 +40,25 @@ class SglangEngine:
     """A whole copy of the policy in a server, in the compute dtype."""
 
     def __init__(
-        self, server: SglangServer, skeleton: PreTrainedModel, config: SglangRollout, *, stop_token_ids: Sequence[int]
+        self,
+        server: SglangServer,
+        skeleton: PreTrainedModel,
+        config: SglangRollout,
+        *,
+        stop_token_ids: Sequence[int],
+        decode: Decode | None,
     ) -> None:
         """
         Args:
             skeleton: the same model in transformers, on the meta device; gives the names and shapes that weights come
                 with.
-            stop_token_ids: tokens that end a completion, besides the model's own end-of-sequence tokens.
+            stop_token_ids, decode: as in `from_folder`.
         """
         self._server = server
         self._skeleton = skeleton
         self._weights_folder = Path(config.weights_folder)
         self._stop_ids = list(stop_token_ids)
+        self._decode = decode
         self._limits = RequestLimits.of(skeleton.config)
         self._readiness = Readiness(server.name, sleep_level=config.sleep_level)
 
@@ -65,14 +73,15 @@ class SglangEngine:
         device: torch.device,
         stop_token_ids: Sequence[int] = (),
         bad_token_ids: Sequence[int] = (),
-        has_stop_strings: bool = False,
+        decode: Decode | None = None,
     ) -> Self:
         """Starts a server for a model folder and waits until it can generate.
 
         Args:
             max_rows: sequences decoded at a time.
             stop_token_ids: tokens that end a completion, besides the model's own end-of-sequence tokens.
-            has_stop_strings: whether requests may have stop strings, for which SGLang needs the tokenizer.
+            decode: turns token ids into text; needed if requests have stop strings, for which SGLang loads the
+                tokenizer too.
         Raises:
             ConfigError: SGLang is not installed, cannot do what is asked, or refuses an argument. ModelError:
                 transformers cannot read the folder, or SGLang would end completions at tokens at which the folder's
@@ -94,7 +103,7 @@ class SglangEngine:
             "model_path": OwnArgument(str(folder), "model.path"),
             "dtype": OwnArgument(str(dtype).removeprefix("torch."), "engine.param_dtype"),
             "max_running_requests": OwnArgument(max_rows, "rollout.max_concurrent_sequences"),
-            "skip_tokenizer_init": OwnArgument(not has_stop_strings, "rollout.stop"),
+            "skip_tokenizer_init": OwnArgument(decode is None, "rollout.stop"),
             "enable_deterministic_inference": OwnArgument(True),
             "mem_fraction_static": OwnArgument(config.mem_fraction_static, "rollout.engine.mem_fraction_static"),
             "disable_radix_cache": OwnArgument(
@@ -106,7 +115,7 @@ class SglangEngine:
             "tp_size": OwnArgument(1),
             "base_gpu_id": OwnArgument(device.index or 0),
         }
-        return cls(SglangServer(config, own), skeleton, config, stop_token_ids=stop_token_ids)
+        return cls(SglangServer(config, own), skeleton, config, stop_token_ids=stop_token_ids, decode=decode)
 
     def generate(
         self,
@@ -231,12 +240,22 @@ class SglangEngine:
                 f"prompt of {len(request.prompt_ids)} tokens leaves no more; raise context_length in "
                 "rollout.engine.args, or rollout.engine.mem_fraction_static"
             )
+        # SGLang looks for a stop string in as many of the last tokens as the tokenizer writes it with, and one more.
+        # The policy may write it with more.
+        token_ids = [entry[1] for entry in entries]
+        end = self._first_stop(request, token_ids)
         return Completion(
-            token_ids=[entry[1] for entry in entries],
-            logprobs=self._logprobs_of(entries),
-            finish_reason=reason["type"],
+            token_ids=token_ids[:end],
+            logprobs=self._logprobs_of(entries)[:end],
+            finish_reason=reason["type"] if end is None else "stop",
             policy_version=self._readiness.version,
         )
+
+    def _first_stop(self, request: GenerateRequest, token_ids: list[int]) -> int | None:
+        if not request.stop:
+            return None
+        assert self._decode is not None, "stop strings need an engine that was given `decode`"
+        return first_stop(token_ids, request.stop, self._decode)
 
     def _logprobs_of(self, entries: list[tuple[float | None, int, None]]) -> list[float]:
         logprobs = [entry[0] for entry in entries if entry[0] is not None]  # JSON has no NaN

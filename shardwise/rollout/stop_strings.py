@@ -1,5 +1,6 @@
 """Stop strings: where completions end because of their text."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -19,15 +20,19 @@ def brings_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Decode, *
     return any(text in tail for text in stop)
 
 
-def first_stop_across(
-    begun: Sequence[int], token_ids: Sequence[int], stop: Sequence[str], decode: Decode
+def first_stop(
+    token_ids: Sequence[int], stop: Sequence[str], decode: Decode, *, begun: Sequence[int] = ()
 ) -> int | None:
-    """Returns after how many of `token_ids` the text contains a stop string that may have begun before them, in
-    `begun`; None if it never does. Stop strings that begin later are for the engine to find."""
-    for count in range(1, _num_holding(token_ids, stop, decode) + 1):
-        if brings_stop(token_ids[:count], stop, decode, begun=begun):
-            return count
-    return None
+    """Returns after how many of `token_ids` their text contains one of the stop strings, which may have begun in
+    `begun`, the tokens before them; None if it never does."""
+    tail = list(begun[len(begun) - _num_holding(reversed(begun), stop, decode) :])
+
+    def is_stopped(count: int) -> bool:
+        text = decode([*tail, *token_ids[:count]])
+        return any(string in text for string in stop)
+
+    counts = range(1, len(token_ids) + 1)
+    return bisect_left(counts, True, key=is_stopped) + 1 if counts and is_stopped(len(token_ids)) else None
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:

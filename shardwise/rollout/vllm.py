@@ -27,7 +27,7 @@ from shardwise.rollout.request_limits import RequestLimits
 from shardwise.rollout.sampling import stream_key
 from shardwise.rollout.skeleton import in_hub_names, load_skeleton, served_by
 from shardwise.rollout.special_tokens import require_ends, require_words
-from shardwise.rollout.stop_strings import first_stop_across
+from shardwise.rollout.stop_strings import first_stop
 from shardwise.rollout.vision import requests_to_score
 from shardwise.rollout.vllm_prompts import engine_input, image_arguments, shows_images
 from shardwise.rollout.vllm_start import check_vllm, open_llm, own_arguments, said, window_arguments
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from vllm.inputs import EngineInput
 
 _SEED_BITS = (1 << 63) - 1
+_MOST_TOKENS_OF_A_CHARACTER = 4
+"""UTF-8 takes up to 4 bytes, each of which may be a token."""
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 
 
@@ -87,6 +89,11 @@ class VllmEngine:
             RequestLimits.of(skeleton.config),
             context_tokens=llm.model_config.max_model_len,
             context_key="the vLLM engine (max_model_len of rollout.engine.args)",
+        )
+        self._scorable = replace(
+            self._limits,
+            context_tokens=llm.model_config.max_model_len - 1,
+            context_key="a sequence that vLLM scores (max_model_len of rollout.engine.args, without room for one more)",
         )
         self._readiness = Readiness(f"the vLLM engine of {_rank_name()}", sleep_level=sleep_level)
 
@@ -210,7 +217,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         self._readiness.require()
-        self._limits.require_scorable(sequences)
+        self._scorable.require_scorable(sequences)
         scoring = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -348,6 +355,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        finds_stops = self._begins_inside_a_character(request)
         return SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -355,14 +363,14 @@ class VllmEngine:
             top_p=request.top_p,
             min_p=request.min_p,
             seed=_seed(request, index),
-            stop=request.stop,
+            stop=[] if finds_stops else request.stop,
             include_stop_str_in_output=True,
             stop_token_ids=self._stop_ids,
             ignore_eos=True,  # stop_token_ids has them
             logit_bias=self._bias,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=bool(request.stop),
+            detokenize=bool(request.stop) and not finds_stops,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -378,13 +386,20 @@ class VllmEngine:
             finish_reason=_FINISH_REASONS[completion.finish_reason],
             policy_version=self._readiness.version,
         )
-        if not (request.partial_token_ids and request.stop):
+        if not request.stop or not (request.partial_token_ids or self._begins_inside_a_character(request)):
             return found
-        # vLLM looks for stop strings in what it has sampled for this request alone.
-        count = first_stop_across(request.partial_token_ids, found.token_ids, request.stop, self._decode)
+        # vLLM looks for stop strings in what it has sampled for this request alone, if at all.
+        count = first_stop(found.token_ids, request.stop, self._decode, begun=request.partial_token_ids)
         if count is None:
             return found
         return replace(found, token_ids=found.token_ids[:count], logprobs=found.logprobs[:count], finish_reason="stop")
+
+    def _begins_inside_a_character(self, request: GenerateRequest) -> bool:
+        """Whether vLLM would look for stop strings in the prompt too: it takes all text for new once a character is
+        whole that a prompt has left unfinished, as an interruption may."""
+        last = [*request.prompt_ids, *request.partial_token_ids[-_MOST_TOKENS_OF_A_CHARACTER:]]
+        tail = self._decode(last[-_MOST_TOKENS_OF_A_CHARACTER:]) if request.stop else ""
+        return tail.endswith("\N{REPLACEMENT CHARACTER}")
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._llm.get_tokenizer().decode(token_ids, skip_special_tokens=True)

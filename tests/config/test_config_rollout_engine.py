@@ -96,4 +96,5 @@ def test_what_cannot_work_is_refused(rollout, message):
 @pytest.mark.parametrize(("type_", "key"), [("vllm", "max_model_len"), ("sglang", "context_length")])
 def test_a_limit_that_is_true_is_no_number(type_, key):
     assert parse(engine={"type": type_, "args": {key: True}}).engine.context_limit is None
-    assert parse(engine={"type": type_, "args": {key: 2000}}).engine.context_limit[1] == 2000
+    for given in (2000, "2000"):
+        assert parse(engine={"type": type_, "args": {key: given}}).engine.context_limit[1] == 2000

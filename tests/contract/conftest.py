@@ -139,13 +139,12 @@ def open_engine(kind, folders, tokenizer, tmp_path_factory) -> Iterator[Callable
         if kind.endswith("in a process"):
             return build_supervised(family, dtype, temperature, max_rows, has_stop_strings, **options)
         common = {"dtype": dtype, "max_rows": max_rows, "device": CPU, **options}
-        if kind == "embedded":
-            decode = tokenizer.decode if has_stop_strings else None
-            return EmbeddedEngine.from_folder(folders[family], decode=decode, **common)
-        common["has_stop_strings"] = has_stop_strings
         if kind == "vllm":
-            config = VllmRollout(args=VLLM_ARGS)
-            return VllmEngine.from_folder(folders[family], config, temperature=temperature, **common)
+            config, stops = VllmRollout(args=VLLM_ARGS), {"has_stop_strings": has_stop_strings}
+            return VllmEngine.from_folder(folders[family], config, temperature=temperature, **stops, **common)
+        common["decode"] = tokenizer.decode if has_stop_strings else None
+        if kind == "embedded":
+            return EmbeddedEngine.from_folder(folders[family], **common)
         common["device"] = sglang_engines.GPU  # the stub does not look at it
         python, args = (sys.executable, {}) if kind == "sglang_stub" else (sglang_engines.PYTHON, sglang_engines.ARGS)
         weights_folder = str(tmp_path_factory.mktemp("weights"))

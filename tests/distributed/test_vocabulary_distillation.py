@@ -247,6 +247,10 @@ def learn(student_folder, teacher_folder, options):
     batches = step.shards[dist.get_rank()]
     teacher_outputs = teacher.teacher_outputs(batches, Divergence(kind="reverse_kl"))
     divergences = []
+    with pytest.raises(ValueError, match=rf"^{len(batches)} micro-batches, and teacher_outputs of {len(batches) + 1}$"):
+        student.forward_backward(
+            batches, distill_loss(), step.denominators, teacher_outputs=[*teacher_outputs, teacher_outputs[0]]
+        )
     for _ in range(25):
         metrics = student.forward_backward(
             batches, distill_loss(), step.denominators, teacher_outputs=teacher_outputs, with_logprobs=False

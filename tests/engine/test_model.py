@@ -107,6 +107,15 @@ def test_number_of_attention_calls_is_checked_in_every_forward(run_ranks, folder
         run_ranks(score_with_a_layer_that_attends_twice, 1, str(folder))
 
 
+def test_what_is_not_saved_again_needs_no_generation_config_that_could_be(tmp_path):
+    """As many folders have it: a temperature without do_sample."""
+    folder = tiny_folder("qwen3", tmp_path)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    assert build_on_meta(folder, is_saved_again=False).config.model_type == "qwen3"
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read, or not be saved again as it is"):
+        build_on_meta(folder)
+
+
 def test_experts_implementation_needs_experts(tmp_path):
     with pytest.raises(ConfigError) as error:
         build_on_meta(tiny_folder("qwen3", tmp_path), experts_implementation="eager")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tiny_models import random_samples, tiny_folder
 from torch.distributed.tensor import DTensor
 
-from shardwise.config import EngineConfig, OptimizerConfig
+from shardwise.config import EngineConfig, OptimizerConfig, TrainingError
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
 from shardwise.recipes.losses import sft_loss
@@ -102,3 +102,43 @@ def test_trap_27_optimizer_states_that_never_leave(run_ranks, tmp_path):
         assert back == here
         assert here["optimizer"] >= 2 * here["params"] * 0.9  # FSDP pads parameters, not the moments
         assert here["grads"] > 0
+
+
+def work_without(folder):
+    """What each call says without the parts that it works with."""
+    engine = TrainEngine.build(Path(folder), EngineConfig(), device=CPU, optimizer=OptimizerConfig())
+    step = pack(random_samples([9, 7]), num_shards=1, max_tokens=16)
+    calls = {
+        "forward": lambda: engine.forward(step.shards[0]),
+        "forward_backward": lambda: engine.forward_backward(step.shards[0], sft_loss, step.denominators),
+        "optim_step": engine.optim_step,
+        "named_weights": lambda: list(engine.named_weights(torch.float32)),
+    }
+    calls["forward_backward"]()
+    calls["optim_step"]()
+    calls["forward_backward"]()
+    told = {}
+    for part in PARTS:
+        engine.offload(part)
+        for name, call in calls.items():
+            if part == "params" or (part, name) in (("grads", "forward_backward"), ("grads", "optim_step")):
+                with pytest.raises(TrainingError) as error:
+                    call()
+                told[part, name] = str(error.value)
+        engine.onload(part)
+    engine.offload(*PARTS)
+    with pytest.raises(TrainingError) as error:
+        engine.optim_step()
+    told["all", "optim_step"] = str(error.value)
+    engine.onload(*PARTS)
+    engine.optim_step()
+    return told
+
+
+def test_an_engine_says_which_parts_it_has_to_have_back(run_ranks, tmp_path):
+    """Torch would read memory that is gone."""
+    (told,) = run_ranks(work_without, 1, str(tiny_folder("llama", tmp_path)))
+    assert len(told) == 7
+    for (part, _), message in told.items():
+        named = ", ".join(PARTS) if part == "all" else part
+        assert message == f"{named} of this engine are offloaded, and this needs them; call onload first"

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.families import rotary_limit
+from shardwise.families import context_of, rotary_limit
 
 
 def longrope(num_tokens):
@@ -27,6 +27,24 @@ def longrope(num_tokens):
 def test_the_limit_is_the_lowest_of_all_kinds_of_layers(parameters, expected):
     limit = rotary_limit(SimpleNamespace(rope_parameters=parameters, max_position_embeddings=64))
     assert (limit and (limit.num_tokens, limit.key)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "parameters", "expected"),
+    [
+        (64, None, (64, "max_position_embeddings")),
+        (None, None, (None, "max_position_embeddings")),
+        (64, {"rope_type": "linear", "factor": 2.0}, (64, "max_position_embeddings")),
+        (32, 4.0, (128, "original_max_position_embeddings x factor")),  # as Qwen's model cards say to add it
+        (160, 4.0, (160, "max_position_embeddings")),
+        (128, 4.0, (128, "max_position_embeddings")),
+        (None, 4.0, (None, "max_position_embeddings")),
+    ],
+)
+def test_the_context_is_what_the_config_or_its_yarn_was_made_for(given, parameters, expected):
+    if isinstance(parameters, float):
+        parameters = {"rope_type": "yarn", "factor": parameters, "original_max_position_embeddings": 32}
+    assert context_of(SimpleNamespace(max_position_embeddings=given, rope_parameters=parameters)) == expected
 
 
 def test_only_longer_sequences_are_refused():

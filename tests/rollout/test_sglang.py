@@ -59,6 +59,20 @@ def test_requests_travel_as_sglang_takes_them(sglang_engine, sglang_journal):
     }
 
 
+def test_a_stop_string_in_more_tokens_than_the_tokenizer_writes_it_with_ends_a_completion(sglang_engine, monkeypatch):
+    """SGLang looks for it in the last few tokens alone, and goes on."""
+    entries = [[-0.5 * place, ord(char), None] for place, char in enumerate("a stop, and on")]
+    version = str(sglang_engine._readiness.version)
+    meta = {"weight_version": version, "finish_reason": {"type": "length"}, "output_token_logprobs": entries}
+    monkeypatch.setattr(sglang_engine, "_run", lambda prompts, params: [{"meta_info": meta}] * len(prompts))
+    monkeypatch.setattr(sglang_engine, "_decode", lambda token_ids: "".join(map(chr, token_ids)))
+    for stop, said in ((["stop", "on"], "a stop"), (["never"], "a stop, and on")):
+        ((found,),) = sglang_engine.generate([request(stop=stop, max_tokens=14)])
+        assert "".join(map(chr, found.token_ids)) == said
+        assert found.logprobs == [-0.5 * place for place in range(len(said))]
+        assert found.finish_reason == ("stop" if said == "a stop" else "length")
+
+
 def test_what_sglang_cannot_sample_or_show_is_refused(sglang_engine):
     with pytest.raises(ConfigError, match=r"a has min_p=0\.1 with engine=sglang: it cannot draw so"):
         sglang_engine.generate([request(min_p=0.1)])

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.rollout.stop_strings import before_stop, brings_stop, first_stop_across
+from shardwise.rollout.stop_strings import before_stop, brings_stop, first_stop
 
 SPECIAL = 256
 
@@ -30,18 +30,19 @@ def test_a_stop_string_is_looked_for_in_the_last_tokens(said, stop, expected):
         ("so <", "end> and more", ["<end>"], 4),
         ("so <en", "d> and more", ["never", "<end>"], 2),
         ("so ", "<end>", ["<end>"], 5),
-        ("so ", "far far far far far away <end>", ["<end>"], None),  # begins later than one that began before could end
+        ("so ", "far far far far far away <end> and <end>", ["<end>"], 30),
+        ("<end> is far far far far away from here", "on", ["<end>"], None),
         ("so <", "ends", ["<end>"], None),
         ("so", "", ["so!"], None),
     ],
 )
 def test_the_first_token_after_which_a_stop_string_is_there_that_began_before(begun, sampled, stop, expected):
-    assert first_stop_across(list(begun.encode()), list(sampled.encode()), stop, decode) == expected
+    assert first_stop(list(sampled.encode()), stop, decode, begun=list(begun.encode())) == expected
 
 
 def test_half_a_character_is_on_each_side():
     text = "ä!".encode()
-    assert first_stop_across([65, text[0]], list(text[1:]), ["ä!"], decode) == 2
+    assert first_stop(list(text[1:]), ["ä!"], decode, begun=[65, text[0]]) == 2
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ def test_special_tokens_inside_a_stop_string_do_not_hide_it(num_special):
     between = [SPECIAL] * num_special
     assert brings_stop([65, *between, 66], ["AB"], decode)
     assert not brings_stop([65, *between, 67], ["AB"], decode)
-    assert first_stop_across([65], [*between, 66, 67], ["AB"], decode) == num_special + 1
-    assert first_stop_across([65, *between], [66, 67], ["AB"], decode) == 1
+    assert first_stop([*between, 66, 67], ["AB"], decode, begun=[65]) == num_special + 1
+    assert first_stop([66, 67], ["AB"], decode, begun=[65, *between]) == 1
 
 
 @pytest.mark.parametrize(

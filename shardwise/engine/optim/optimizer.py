@@ -35,6 +35,7 @@ from shardwise.engine.shards import first_numbers, is_sharded, local_shard
 from shardwise.fault_plan import fault_point
 from shardwise.types import Metrics, MetricValue
 
+_SUMMABLE_NUMBERS = 1 << 16
 MASTER = "master/"
 """Prefix of the names of weights in a training state."""
 BEGIN_WITHOUT_STATE = (
@@ -321,7 +322,7 @@ def global_grad_norm(parameters: Sequence[nn.Parameter], losses: Sequence[Tensor
 def _sum_of_squares(parameters: Sequence[nn.Parameter], poison: Tensor | None) -> Tensor:
     """Collective. Returns the sum of squares [] float64 of all gradients of parameters that are sharded alike, over all
     ranks, plus the poison [] of every rank: 0, or NaN."""
-    gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
+    gradients = [piece for p in parameters if p.grad is not None for piece in _summable(local_shard(p.grad))]
     square = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double().square().sum()
     shard_groups: list[dist.ProcessGroup] = []
     first = parameters[0]
@@ -338,6 +339,12 @@ def _sum_of_squares(parameters: Sequence[nn.Parameter], poison: Tensor | None) -
     for group in shard_groups:
         dist.all_reduce(square, group=group)
     return square
+
+
+def _summable(tensor: Tensor) -> Sequence[Tensor]:
+    """Returns a tensor in pieces that a norm in float32 is right for. On a CPU torch adds squares up in a few sums,
+    which stop growing: a norm of 1e8 numbers comes out a hundredth too small."""
+    return tensor.reshape(-1).split(_SUMMABLE_NUMBERS) if tensor.device.type == "cpu" else [tensor]
 
 
 def _common_dtype(trained: Sequence[TrainedParameter], config: OptimizerConfig) -> torch.dtype:

@@ -68,9 +68,9 @@ def build_here(
         "bad_token_ids": config.bad_token_ids,
     }
     attaching = None if lora is None else _attaching(lora)
+    decode = partial(load_tokenizer(model).decode, skip_special_tokens=True) if config.stop else None
     match config.engine:
         case EmbeddedRollout():
-            decode = partial(load_tokenizer(model).decode, skip_special_tokens=True) if config.stop else None
             return EmbeddedEngine.from_folder(
                 Path(model.path),
                 decode=decode,
@@ -90,9 +90,7 @@ def build_here(
                 **shared,
             )
         case SglangRollout():
-            return SglangEngine.from_folder(
-                Path(model.path), config.engine, has_stop_strings=bool(config.stop), **shared
-            )
+            return SglangEngine.from_folder(Path(model.path), config.engine, decode=decode, **shared)
 
 
 def _attaching(lora: LoraConfig) -> Callable[[PreTrainedModel], dict[str, str]]:
