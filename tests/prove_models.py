@@ -47,6 +47,7 @@ def page(record: Mapping[str, Mapping[str, str]], release: str) -> str:
         "`AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` writes the language model alone.",
         "",
         f"A dash stands where the configuration that was proven {NO_EXPERTS}.",
+        "`zamba2` is proven with one layer for a block; where several share one, as is its idea, it is refused.",
         "",
         *(f"- **{check}**: {words}" for check, words in MEANING.items()),
         "",

@@ -75,6 +75,8 @@ def _reason(model: Any, has_projection: bool) -> str | None:
         return f"has layers that see nothing but images (cross_attention_layers={list(crossed)})"
     if not decoder_layers(model):
         return f"has no list of num_hidden_layers={config.num_hidden_layers} decoder layers"
+    if shared := _shared_within_layers(model):
+        return f"shares weights between its layers ({shared})"
     if any(getattr(part, "is_causal", True) is False for layer in decoder_layers(model) for part in layer.modules()):
         return "has attention that is not causal"
     if "position_ids" not in parameters:
@@ -82,6 +84,14 @@ def _reason(model: Any, has_projection: bool) -> str | None:
     if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         return DROPS_KEYWORDS
     return None
+
+
+def _shared_within_layers(model: Any) -> str | None:
+    """Returns "COPY = ORIGINAL" of a weight that parts of a model share without the whole model saying so, as blocks of
+    Zamba2 do that stand in several layers. Its units would each hold one of their own."""
+    told = model.get_expanded_tied_weights_keys().keys()
+    shared = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return next((f"{copy} = {original}" for copy, original in shared.items() if copy not in told), None)
 
 
 def _ignored_transform(model: Any) -> str | None:

@@ -1,5 +1,6 @@
 """Model families, one by one: those that are proven, as the record says, and those that are refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,20 @@ def test_a_decoder_without_causal_attention_is_refused():
     assert unsupported_reason(model) == (
         "LlamaForCausalLM (model_type llama) is not supported: it has attention that is not causal"
     )
+
+
+def test_layers_that_share_weights_are_refused():
+    """Zamba2 has one block for many of its layers."""
+
+    def zamba(num_hybrid):
+        layers = ["linear_attention", "hybrid"] * num_hybrid
+        places = [place for place, kind in enumerate(layers) if kind == "hybrid"]
+        own = {"layer_types": layers, "num_hidden_layers": len(layers), "hybrid_layer_ids": places, "num_mem_blocks": 1}
+        return tiny("zamba2", **FAMILIES["zamba2"] | own)
+
+    assert unsupported_reason(zamba(1)) is None
+    reason = r"\(model_type zamba2\) is not supported: it shares weights between its layers \(.*\.3\..* = .*\.1\."
+    assert re.search(reason, unsupported_reason(zamba(2)))
 
 
 @pytest.mark.parametrize(
