@@ -64,8 +64,9 @@ def context_of(config: Any) -> tuple[int | None, str]:
     key = "max_position_embeddings"
     limits = {key: getattr(config, key, None)}
     for kind in _rope_parameters(config):
-        if kind.get("rope_type") == "yarn" and limits[key] is not None:
-            limits[f"original_{key} x factor"] = int(kind[f"original_{key}"] * kind["factor"])
+        original, factor = kind.get(f"original_{key}"), kind.get("factor")
+        if kind.get("rope_type") == "yarn" and None not in (limits[key], original, factor):
+            limits[f"original_{key} x factor"] = int(original * factor)
     longest = max(limits, key=lambda name: limits[name] or 0)
     return limits[longest], longest
 

@@ -39,6 +39,7 @@ def test_the_limit_is_the_lowest_of_all_kinds_of_layers(parameters, expected):
         (160, 4.0, (160, "max_position_embeddings")),
         (128, 4.0, (128, "max_position_embeddings")),
         (None, 4.0, (None, "max_position_embeddings")),
+        (32, {"rope_type": "yarn", "factor": 4.0}, (32, "max_position_embeddings")),
     ],
 )
 def test_the_context_is_what_the_config_or_its_yarn_was_made_for(given, parameters, expected):
