@@ -64,9 +64,9 @@ def context_of(config: Any) -> tuple[int | None, str]:
     key = "max_position_embeddings"
     limits = {key: getattr(config, key, None)}
     for kind in _rope_parameters(config):
-        original, factor = kind.get(f"original_{key}"), kind.get("factor")
-        if kind.get("rope_type") == "yarn" and None not in (limits[key], original, factor):
-            limits[f"original_{key} x factor"] = int(original * factor)
+        made_for = kind.get(f"original_{key}", 0) * kind.get("factor", 0)
+        if kind.get("rope_type") == "yarn" and made_for and limits[key] is not None:
+            limits[f"original_{key} x factor"] = int(made_for)
     longest = max(limits, key=lambda name: limits[name] or 0)
     return limits[longest], longest
 

@@ -268,7 +268,7 @@ def test_trap_33_a_stop_or_bad_token_outside_the_vocabulary_is_refused(open_engi
             open_engine("llama", bad_token_ids=[token])
 
 
-def test_a_request_that_cannot_be_answered_is_refused_by_its_name_and_the_next_one_is_answered(open_engine):
+def test_a_request_that_cannot_be_answered_is_refused_by_its_name_and_the_next_one_is_answered(open_engine, kind):
     engine, (request,) = open_engine("llama"), requests(prompts(1))
     before = tokens(engine.generate([request]))
     vocabulary = "but the model's vocabulary begins at 0 and ends at 260"
@@ -293,7 +293,8 @@ def test_a_request_that_cannot_be_answered_is_refused_by_its_name_and_the_next_o
     ):
         with pytest.raises(DataError, match=f"^sequence 1 to score: {reason}"):
             engine.logprobs([[5, 6], sequence])
-    assert [len(scores) for scores in engine.logprobs([[5] * 319])] == [318]
+    longest = 313 if kind == "sglang" else 319  # SGLang keeps a few tokens free
+    assert [len(scores) for scores in engine.logprobs([[5] * longest])] == [longest - 1]
     assert tokens(engine.generate([request])) == before
 
 
