@@ -259,8 +259,12 @@ def turn_end_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
 
 def _enders(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
     """The tokens that may end a turn: special ones, but for the one that begins texts."""
-    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return special - {tokenizer.bos_token_id}
+    return _special_tokens(tokenizer).keys() - {tokenizer.bos_token_id}
+
+
+def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """Id -> text."""
+    return {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def _plain_prompt(prompt: str | list[Message], origin: str) -> str:
@@ -368,7 +372,7 @@ def _last_border(tokenizer: "PreTrainedTokenizerBase", text: str, token_ids: lis
     conversation of n turns would be tokenized n times over. (0, 0) where there is no such place."""
     if not token_ids:
         return 0, 0
-    special = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = _special_tokens(tokenizer)
     place = next((at for at in range(len(token_ids) - 1, 0, -1) if token_ids[at] in special), 0)
     start = text.rfind(special[token_ids[place]]) if place else 0
     if start > 0 and _encode(tokenizer, text[start:]) == token_ids[place:]:

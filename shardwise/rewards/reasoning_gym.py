@@ -11,8 +11,8 @@ def reasoning_gym_score(
     """Returns the score that the row's task (a `.yaml` file among the data files) gives, mostly from 0 to 1.
 
     Args:
-        tag: takes what stands between the last `</tag>` and the `<tag>` nearest before it for the answer, nothing where
-            there is none; None takes the whole completion.
+        tag: takes what the last `<tag>...</tag>` holds for the answer, nothing where there is none; None takes the
+            whole completion.
     Raises:
         ValueError: the row is none of reasoning-gym's, or this version generates another problem for it.
     """
@@ -29,10 +29,15 @@ def reasoning_gym_score(
         )
     answer: str | None = solution_str.strip()
     if tag is not None:
-        before, closing, _ = solution_str.rpartition(f"</{tag}>")
-        _, opening, inside = before.rpartition(f"<{tag}>")
-        answer = inside.strip() if opening and closing else None
+        answer = last_in_tag(solution_str, tag)
     return float(dataset.score_answer(answer, entry=problem))
+
+
+def last_in_tag(text: str, tag: str) -> str | None:
+    """Returns what the last `<tag>...</tag>` holds, without space around it; None where there is none."""
+    before, closing, _ = text.rpartition(f"</{tag}>")
+    _, opening, inside = before.rpartition(f"<{tag}>")
+    return inside.partition(f"</{tag}>")[0].strip() if opening and closing else None
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from shardwise.rewards.reasoning_gym import reasoning_gym_score
+from shardwise.rewards.reasoning_gym import last_in_tag, reasoning_gym_score
 
 SUMS = {"task": "chain_sum", "size": 3, "seed": 5, "arguments": {"min_terms": 2, "max_terms": 2}}
 
@@ -36,14 +36,29 @@ def test_an_answer_in_a_tag_is_the_last_one():
     answer = answer_of(SUMS, 1)
     assert score(f"<answer>7x</answer> or <answer>\n{answer} </answer>.", answer, tag="answer") == 1
     assert score(answer, answer, tag="answer") == 0
-    assert score(f"<answer><answer>{answer}</answer> <answer>", answer, tag="answer") == 1
-    assert score(f"{answer}</answer>", answer, tag="answer") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<a>7x</a> or <a>\n5 </a>.", "5"),
+        ("<a><a>5</a> <a>", "5"),
+        ("<a>5</a> as I said</a>", "5"),
+        ("<a></a>", ""),
+        ("5</a>", None),
+        ("<a>5", None),
+        ("</a>5<a>", None),
+        ("5", None),
+    ],
+)
+def test_the_last_tag_that_is_closed_holds_the_answer(text, expected):
+    assert last_in_tag(text, "a") == expected
 
 
 def test_tags_that_are_never_closed_take_no_time():
-    answer = answer_of(SUMS, 1)
     started = time.process_time()
-    assert score("<answer>" * 100_000, answer, tag="answer") == 0
+    assert last_in_tag("<a>" * 1_000_000, "a") is None
+    assert last_in_tag("<a>" * 1_000_000 + "5</a>", "a") == "5"
     assert time.process_time() - started < 1
 
 

@@ -92,7 +92,7 @@ class CheckpointWriter:
         records = {
             subfolder: None if file.result() is None else asdict(file.result()) for subfolder, file in files.items()
         }
-        return {"result": records, "error": failures[0] if failures else "", "host": on_host()}
+        return _answer(records, failures[0] if failures else "")
 
     def finish(self, checkpoint: str, written: Sequence[dict[str, Any]]) -> Outcome:
         """Has rank 0 write the indexes, when every rank has written; `written`: what `write` returned, by rank. What
@@ -125,6 +125,10 @@ def _make_inside(checkpoint: Path, path: Path) -> None:
 def _outcome(folder: Path, work: Callable[[], Any]) -> Outcome:
     try:
         with named_failures(folder):
-            return {"result": work(), "error": "", "host": on_host()}
+            return _answer(work())
     except (ExportError, ModelError) as error:
-        return {"result": None, "error": str(error), "host": on_host()}
+        return _answer(None, str(error))
+
+
+def _answer(result: Any, error: str = "") -> Outcome:
+    return {"result": result, "error": error, "host": on_host()}

@@ -68,12 +68,11 @@ def build_here(
         "bad_token_ids": config.bad_token_ids,
     }
     attaching = None if lora is None else _attaching(lora)
-    decode = partial(load_tokenizer(model).decode, skip_special_tokens=True) if config.stop else None
     match config.engine:
         case EmbeddedRollout():
             return EmbeddedEngine.from_folder(
                 Path(model.path),
-                decode=decode,
+                decode=_decode(model, config),
                 compile_decode=config.engine.compile_decode,
                 sleep_level=config.engine.sleep_level,
                 allow_unproven=config.engine.allow_unproven,
@@ -90,7 +89,12 @@ def build_here(
                 **shared,
             )
         case SglangRollout():
-            return SglangEngine.from_folder(Path(model.path), config.engine, decode=decode, **shared)
+            return SglangEngine.from_folder(Path(model.path), config.engine, decode=_decode(model, config), **shared)
+
+
+def _decode(model: ModelConfig, config: SamplingConfig) -> Callable[[list[int]], str] | None:
+    """Returns what turns tokens into the text that stop strings are looked for in; None without such strings."""
+    return partial(load_tokenizer(model).decode, skip_special_tokens=True) if config.stop else None
 
 
 def _attaching(lora: LoraConfig) -> Callable[[PreTrainedModel], dict[str, str]]:

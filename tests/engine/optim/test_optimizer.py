@@ -40,13 +40,12 @@ def test_global_grad_norm_is_that_of_the_whole_gradient_on_every_rank(run_ranks,
 
 
 def test_the_norm_of_a_large_gradient_on_a_cpu_is_right():
-    """Torch's own of 2**24 ones in float32, added up in a few sums, is smaller by several thousandths."""
+    """Torch adds squares up in a few sums of float32, which stop growing."""
     weight = nn.Parameter(torch.zeros(1 << 24))
     generator = torch.Generator().manual_seed(0)
     weight.grad = torch.randn(weight.shape, generator=generator)
     exact = float(weight.grad.double().square().sum().sqrt())
     assert global_grad_norm([weight]) == pytest.approx(exact, rel=1e-6)
-    assert float(torch._foreach_norm([weight.grad], 2)[0]) != pytest.approx(exact, rel=1e-4)
 
 
 def model_with_gradient(*values):
