@@ -6,9 +6,12 @@ class is made here, by the same two bases as transformers' own, and its code is 
 itself which class it takes, and no code of a folder is ever run.
 """
 
+import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -57,9 +60,18 @@ def model_from_config(config: PreTrainedConfig, head: HeadName, **options: Any) 
     """
     made = None if head == "logprobs" else _made_class(config, head)
     if made is not None:
-        return made._from_config(config, **options)
+        return declaring_float32(made._from_config(config, **options))
     auto = language_model_of(config) if head == "logprobs" else AUTO_CLASSES[head]
-    model: PreTrainedModel = auto.from_config(config, **options)
+    return declaring_float32(auto.from_config(config, **options))
+
+
+def declaring_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """Adds to what the model says that it keeps in float32 what its class builds so in any dtype, for `from_pretrained`
+    leaves both in float32. Returns the model."""
+    with torch.device("meta"):
+        built = type(model)._from_config(deepcopy(model.config), dtype=torch.bfloat16)
+    said = model._keep_in_fp32_modules_strict
+    said |= {re.sub(r"\d+", "*", name) for name, tensor in built.state_dict().items() if tensor.dtype == torch.float32}
     return model
 
 

@@ -3,6 +3,9 @@
 Trained parameters are masters in `master_dtype`; frozen ones need no master and are kept in the dtype they compute in.
 FSDP casts to the compute dtype before it gathers, so whatever a unit gathers has one dtype. Packed weights
 (quantized.py) are never cast; a unit that has some gathers bytes.
+
+A router whose weights transformers keeps in float32 (those of DeepSeek-V3, GLM-4.5, Nemotron-H) computes in float32
+here too, as it does where the weights are served: a router rounded on one side alone sends tokens to other experts.
 """
 
 from fnmatch import fnmatchcase
@@ -13,8 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModulePrecisionConfig
+from shardwise.engine.files.conversions import stored_dtypes
 from shardwise.engine.names import CONTAINERS, closest_modules, has_parameters, is_within
-from shardwise.families import tower_of, vision_paths
+from shardwise.engine.runtime_state import runtime_state
+from shardwise.families import routers_of, tower_of, vision_paths
 
 
 class Precision:
@@ -34,7 +39,7 @@ class Precision:
             self._reduce = getattr(torch, config.reduce_dtype)
             self._master = getattr(torch, config.master_dtype)
         self.overrides: dict[str, ModulePrecisionConfig] = {}
-        """Path of a module -> its entry in module_precision."""
+        """Path of a module -> its entry in module_precision, or that of a router in float32."""
         for entry in config.module_precision:
             paths = [
                 path
@@ -57,6 +62,15 @@ class Precision:
                     f"{taken[0]}; remove one of them"
                 )
             self.overrides |= dict.fromkeys(paths, entry)
+        # One inside a tiled MLP would be gathered for every piece.
+        tiled = isinstance(config, EngineConfig) and config.apply_tiled_mlp
+        own = {
+            path: ModulePrecisionConfig(module=path, param_dtype="float32", cast_forward_inputs=False)
+            for path in ([] if tiled else _float32_routers(model, self._compute))
+        }
+        self.routers = own.keys() - self.overrides.keys()
+        """Paths of the routers that compute in float32 because their family's do."""
+        self.overrides = own | self.overrides
 
     def policy(self, path: str | None) -> MixedPrecisionPolicy:
         """Returns the policy of the unit at `path`; None stands for the root."""
@@ -72,7 +86,7 @@ class Precision:
         return MixedPrecisionPolicy(
             param_dtype=self._compute_dtype(at),
             reduce_dtype=self._reduce,
-            output_dtype=self._compute_dtype(around) if at == path else None,
+            output_dtype=self._compute_dtype(around) if at == path and path not in self.routers else None,
             cast_forward_inputs=self.overrides[at].cast_forward_inputs,
         )
 
@@ -114,6 +128,16 @@ def emulated_dtype(dtype: torch.dtype) -> str | None:
         f"param_dtype={name}: this processor ({processor}) has no instructions for {name} and takes many times as long "
         "as in float32; set param_dtype=float32"
     )
+
+
+def _float32_routers(model: PreTrainedModel, compute: torch.dtype) -> list[str]:
+    """The paths of routers of whose weights `from_pretrained(dtype=compute)` leaves all in float32."""
+    stored = stored_dtypes(model, runtime_state(model), compute)
+    dtypes = {
+        router.path: {dtype for name, dtype in stored.items() if is_within(name, router.path)}
+        for router in routers_of(model)
+    }
+    return [path for path, found in dtypes.items() if found == {torch.float32} != {compute}]
 
 
 def _matches(path: str, pattern: str) -> bool:

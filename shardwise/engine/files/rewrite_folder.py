@@ -18,7 +18,7 @@ from shardwise.engine.files.export import export_folder, require_finite
 from shardwise.engine.files.loading import load_weights
 from shardwise.engine.files.model_folder import take_generation_config
 from shardwise.engine.heads import HeadName, fresh_head
-from shardwise.engine.model_classes import class_named, kind_of, model_from_config
+from shardwise.engine.model_classes import class_named, declaring_float32, kind_of, model_from_config
 from shardwise.engine.runtime_state import buffer_names
 from shardwise.engine.shards import local_shard
 from shardwise.model_config import blaming_config, read_model_config
@@ -89,7 +89,7 @@ def on_meta(folder: Path, dtype: torch.dtype, head: HeadName = "logprobs") -> Pr
     if head == "logprobs":
         model_class = _model_class(folder, config)
         with blaming_config(folder, model_class.__name__), torch.device("meta"):
-            model = model_class._from_config(config, dtype=dtype)
+            model = declaring_float32(model_class._from_config(config, dtype=dtype))
         take_generation_config(model, folder)
     else:
         with blaming_config(folder, kind_of(head)), torch.device("meta"):

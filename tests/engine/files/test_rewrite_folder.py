@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from family_table import FAMILIES as FAMILY_TABLE
-from family_table import random_model
+from family_table import random_model, save_model
 from ranks import RankError
 from safetensors.torch import load_file
 from tiny_models import tiny_folder, tiny_model
@@ -49,6 +49,18 @@ def test_a_converted_folder_is_what_transformers_saves_in_the_other_dtype(run_ra
     assert len(names) > 2
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
+
+
+def test_a_router_bias_that_its_class_builds_in_float32_stays_so(run_ranks, tmp_path):
+    save_model("lfm2_moe", FAMILY_TABLE["lfm2_moe"], tmp_path / "source")
+    run_ranks(convert, 1, str(tmp_path / "source"), str(tmp_path / "out"), "bfloat16", "1GB", None)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16).save_pretrained(tmp_path / "saved")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "saved"))
+    assert found["model.layers.1.feed_forward.expert_bias"].dtype == torch.float32
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
