@@ -208,6 +208,7 @@ class ExportPlan:
         """Writes everything but weights. Raises OSError."""
         model = self.model
         content = {**model.config.to_dict(), "dtype": str(self.dtype).removeprefix("torch.")}
+        content.pop("quantization_config", None)  # of packed weights; those written here are plain
         config = model.config.__class__.from_dict(content)
         config.architectures = [type(model).__name__]
         if made := auto_map(model):

@@ -20,6 +20,7 @@ from shardwise.engine.heads import LANGUAGE_MODEL_PROJECTIONS, value_projection_
 from shardwise.engine.quantized import QuantizedLinear, quantized_weights
 from shardwise.engine.runtime_state import buffer_names, copied_state, runtime_state
 from shardwise.engine.shards import local_box, local_shard
+from shardwise.ops import nonfinite_names
 
 LOADABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LOADABLE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in LOADABLE_DTYPES)
@@ -63,8 +64,8 @@ def load_weights(
         The bytes this rank read.
     Raises:
         ModelError: on every rank, if on any rank a tensor is missing, left over, of another shape or of a dtype that is
-            no weight's, holds NaN or an infinity where that rank reads it, or a file cannot be read; or if the folder
-            has two tensors that differ for a weight that config.json ties.
+            no weight's, holds NaN, an infinity or, for a weight in float16, more than 65,504 where that rank reads it,
+            or a file cannot be read; or if the folder has two tensors that differ for a weight that config.json ties.
     """
     with raised_on_every_rank(ModelError), ModelFolder(folder, require_finite=require_finite) as source:
         runtime = runtime_state(model)
@@ -85,6 +86,8 @@ def load_weights(
                 part = source.read(stored_copy, local_box(targets.runtime[original]))
                 require_same_copy(stored_copy, original, part.to(loaded.device, loaded.dtype), loaded, source.folder)
                 num_bytes += part.nbytes
+        if require_finite:
+            _require_in_range(targets, folder)
         return num_bytes
 
 
@@ -116,6 +119,17 @@ class _Targets:
             self.quantized[name].fill(part)
         else:
             local_shard(self.runtime[name]).copy_(part)
+
+
+def _require_in_range(targets: _Targets, folder: Path) -> None:
+    """Raises ModelError: a number is too large for the float16 weight that it was cast to."""
+    cast = {name for name, tensor in targets.runtime.items() if tensor.dtype == torch.float16}
+    cast = (cast & set(targets.filled)) - targets.quantized.keys() - set(targets.buffers)
+    if names := nonfinite_names((name, local_shard(targets.runtime[name])) for name in sorted(cast)):
+        raise ModelError(
+            f"{folder}: {listed(names)} holds numbers beyond {torch.finfo(torch.float16).max:,.0f}, the largest of "
+            "float16; set param_dtype to bfloat16 or float32"
+        )
 
 
 def _load_block(block: ImportBlock, source: ModelFolder, targets: _Targets) -> int:

@@ -132,6 +132,21 @@ def test_half_precision_checkpoints_are_cast_to_the_masters(tmp_path):
         assert_same_parameters(loaded, model)
 
 
+def test_numbers_beyond_float16_are_refused_for_weights_in_it(tmp_path):
+    """A frozen model that computes in float16 would hold infinities, and give NaN for every token."""
+    model = tiny_model("qwen3")
+    name = "model.layers.1.mlp.down_proj.weight"
+    with torch.no_grad():
+        model.get_parameter(name)[0, 0] = 1e5
+    model.save_pretrained(tmp_path)
+    half = empty_model(tmp_path).half()
+    with pytest.raises(ModelError, match=rf"{name} holds numbers beyond 65,504, .*set param_dtype to bfloat16"):
+        load_weights(half, tmp_path)
+    load_weights(half, tmp_path, require_finite=False)
+    assert half.get_parameter(name)[0, 0].isinf()
+    load_weights(empty_model(tmp_path).bfloat16(), tmp_path)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     ("family", "name"),

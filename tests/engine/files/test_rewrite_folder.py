@@ -63,6 +63,19 @@ def test_a_router_bias_that_its_class_builds_in_float32_stays_so(run_ranks, tmp_
         assert torch.equal(found[name], tensor), name
 
 
+def test_how_weights_were_packed_is_not_said_of_plain_ones(run_ranks, tmp_path):
+    """Folders that a script has unpacked often say it still; bitsandbytes and FP8 kernels would pack them again."""
+    source = tiny_folder("llama", tmp_path / "source") / "config.json"
+    packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    source.write_text(json.dumps(json.loads(source.read_text()) | {"quantization_config": packed}))
+    run_ranks(convert, 1, str(source.parent), str(tmp_path / "out"), "float32", "1GB", None)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(
+        loaded.model.layers[0].mlp.up_proj.weight, tiny_model("llama").model.layers[0].mlp.up_proj.weight
+    )
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_buffer_may_be_infinite_and_no_nan(run_ranks, tmp_path, value):
     """Such as the bounds of Gemma 4's audio tower, until somebody has measured what they should be."""
