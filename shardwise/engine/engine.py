@@ -13,7 +13,6 @@ from torch import Tensor
 
 from shardwise.config import (
     ConfigError,
-    DataError,
     EngineConfig,
     FrozenEngineConfig,
     ModelError,
@@ -36,7 +35,7 @@ from shardwise.engine.optim.optimizer import MASTER, ShardedOptimizer, global_gr
 from shardwise.engine.runtime_state import buffer_names, has_adapters
 from shardwise.engine.shards import first_numbers, local_shard
 from shardwise.engine.teacher_outputs import Divergence, TeacherOutputs
-from shardwise.engine.token_slice import TokenSlice
+from shardwise.engine.token_slice import TokenSlice, require_embeddable
 from shardwise.engine.vision import divide_images
 from shardwise.engine.weights import num_parameters, num_trained_parameters, stream_weights
 from shardwise.families import ROW_BYTES, UnreadableRouter, unaligned_expert, with_release
@@ -201,9 +200,12 @@ class TrainEngine:
         Args:
             batches: as many on every rank. One is asked for when the one before it has been given to the device, and
                 is not kept any longer, so its images may be read then.
+            temperature: above 0; logits are divided by it.
             with_logprobs, with_entropy: False leaves them out and saves passes over the logits.
             with_adapters: False is the model as it was before its adapters: the reference policy.
             teacher_outputs: a teacher's, one for each micro-batch; the divergence from it is among the outputs.
+        Raises:
+            ValueError: the temperature is not above 0. DataError: a token that the model has no embedding for.
         """
         self._require_weights()
         wanted = _wanted(temperature, with_logprobs, with_entropy, teacher_outputs)
@@ -293,7 +295,8 @@ class TrainEngine:
             device: nothing waits for it before `optim_step` does.
         Raises:
             TrainingError: an earlier call ended with an error; the gradients that it left in FSDP would be added to
-                these. Weights or gradients are offloaded. ValueError: there are more or fewer teacher_outputs.
+                these. Weights or gradients are offloaded. ValueError: there are more or fewer teacher_outputs, or the
+                temperature is not above 0.
         """
         assert self._optimizer is not None, "a frozen engine has no gradients"
         self._require_weights()
@@ -579,13 +582,7 @@ class TrainEngine:
     def _slice(self, batch: TokenBatch) -> TokenSlice:
         """This rank's tokens of the batch. Raises DataError: a token has no embedding."""
         ulysses, head = self._backend.ulysses, self._model.head
-        largest, vocab_size = int(batch.input_ids.max()), self._model.hf_model.config.get_text_config().vocab_size
-        if largest >= vocab_size:
-            raise DataError(
-                f"the data have token {largest}, and the model's vocabulary ends at {vocab_size - 1}: the tokenizer "
-                "knows a special token that the model has no embedding for; take its text out of the data, or set "
-                "model.tokenizer_path to the tokenizer that the model was made with"
-            )
+        require_embeddable(batch.input_ids, self._model.hf_model.config.get_text_config().vocab_size)
         return TokenSlice.of(
             batch,
             head.scored,
@@ -611,5 +608,7 @@ def _wanted(
 ) -> Iterable[Wanted]:
     """What is wanted of every micro-batch: the same without end, or what a teacher's outputs say of each."""
     assert with_logprobs or not with_entropy, "entropy comes with the logprobs"
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: it has to be above 0; 1 is the model's own distribution")
     common = Wanted(temperature=temperature, logprobs=with_logprobs, entropy=with_entropy)
     return repeat(common) if teacher_outputs is None else [replace(common, teacher=one) for one in teacher_outputs]

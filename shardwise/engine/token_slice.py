@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from shardwise.config import DataError
 from shardwise.engine.ulysses import Ulysses
 from shardwise.engine.vision import ImageShare, VisionTower
 from shardwise.ops import PackedLayout
@@ -133,6 +134,22 @@ class TokenSlice:
             own = results.new_zeros(len(self.input_ids)).index_copy(0, self.states, results)
             results = ulysses.gather_tokens(own).index_select(0, self.sources)
         return results.new_zeros(self.num_tokens).index_copy(0, self.destinations, results)
+
+
+def require_embeddable(input_ids: Tensor, vocab_size: int) -> None:
+    """Raises DataError: a token has no embedding."""
+    smallest, largest = (int(end) for end in torch.aminmax(input_ids))
+    if smallest < 0:
+        raise DataError(
+            f"the data have token {smallest}, and tokens begin at 0; one that is not trained has loss_mask=False, and "
+            "stays what it is"
+        )
+    if largest >= vocab_size:
+        raise DataError(
+            f"the data have token {largest}, and the model's vocabulary ends at {vocab_size - 1}: the tokenizer "
+            "knows a special token that the model has no embedding for; take its text out of the data, or set "
+            "model.tokenizer_path to the tokenizer that the model was made with"
+        )
 
 
 def _ends_without_padding(batch: TokenBatch, pad_token_id: int) -> Tensor:

@@ -222,16 +222,33 @@ def test_step_without_any_trained_token_has_loss_and_gradient_zero(run_ranks, fo
         assert {result[:2] for result in run_ranks(shares_of_the_loss, 2, str(folder), lengths)} == {(0.0, 0.0)}
 
 
-def score_beyond_the_vocabulary(folder):
+def score_with(folder, token, temperature):
     engine = TrainEngine.build(Path(folder), FrozenEngineConfig(), device=torch.device("cpu"))
     sample = random_samples([5])[0]
-    sample.token_ids[3] = 4000
-    engine.forward(pack([sample], num_shards=1, max_tokens=64).shards[0])
+    sample.token_ids[3] = token
+    engine.forward(pack([sample], num_shards=1, max_tokens=64).shards[0], temperature=temperature)
 
 
 def test_trap_33_a_token_without_an_embedding_is_named(run_ranks, folder):
     with pytest.raises(RankError, match=r"DataError: the data have token 4000, and the model's vocabulary ends at \d+"):
-        run_ranks(score_beyond_the_vocabulary, 1, str(folder))
+        run_ranks(score_with, 1, str(folder), 4000, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("token", "temperature", "told"),
+    [
+        (
+            -100,
+            1.0,
+            "DataError: the data have token -100, and tokens begin at 0; what is not trained has loss_mask=False",
+        ),
+        (5, 0.0, r"ValueError: temperature=0\.0: it has to be above 0"),
+        (5, float("nan"), r"ValueError: temperature=nan: it has to be above 0"),
+    ],
+)
+def test_padding_and_a_temperature_that_is_none_are_refused(run_ranks, folder, token, temperature, told):
+    with pytest.raises(RankError, match=told):
+        run_ranks(score_with, 1, str(folder), token, temperature)
 
 
 def test_num_parameters_counts_the_whole_model_once(run_ranks, folder):
