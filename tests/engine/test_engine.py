@@ -240,7 +240,7 @@ def test_trap_33_a_token_without_an_embedding_is_named(run_ranks, folder):
         (
             -100,
             1.0,
-            "DataError: the data have token -100, and tokens begin at 0; what is not trained has loss_mask=False",
+            "DataError: the data have token -100, and tokens begin at 0; one that",
         ),
         (5, 0.0, r"ValueError: temperature=0\.0: it has to be above 0"),
         (5, float("nan"), r"ValueError: temperature=nan: it has to be above 0"),
