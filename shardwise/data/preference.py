@@ -1,6 +1,5 @@
 """Turns data files into what preference and reward-model training consume: pairs of answers, or labelled answers."""
 
-import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -366,10 +365,11 @@ def _margin(config: PreferenceDataConfig, row: Row) -> float:
     if config.margin_column is None:
         return 0.0
     cell = get_column(row, config.margin_column, config)
-    if isinstance(cell, bool) or not isinstance(cell, int | float) or not math.isfinite(cell):
+    most = torch.finfo(torch.float32).max
+    if isinstance(cell, bool) or not isinstance(cell, int | float) or not -most <= cell <= most:
         raise DataError(
-            f'{row.origin}: column "{config.margin_column}" is {describe_type(cell)}, expected a finite number: '
-            f"{preview(cell)}"
+            f'{row.origin}: column "{config.margin_column}" is {describe_type(cell)}, expected a finite number of '
+            f"float32: {preview(cell)}"
         )
     if cell < 0:
         raise DataError(
