@@ -1,5 +1,6 @@
 """Turns data files into what preference and reward-model training consume: pairs of answers, or labelled answers."""
 
+import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -365,11 +366,11 @@ def _margin(config: PreferenceDataConfig, row: Row) -> float:
     if config.margin_column is None:
         return 0.0
     cell = get_column(row, config.margin_column, config)
-    most = torch.finfo(torch.float32).max
+    most = sys.float_info.max  # integers of JSON have no end
     if isinstance(cell, bool) or not isinstance(cell, int | float) or not -most <= cell <= most:
         raise DataError(
-            f'{row.origin}: column "{config.margin_column}" is {describe_type(cell)}, expected a finite number of '
-            f"float32: {preview(cell)}"
+            f'{row.origin}: column "{config.margin_column}" is {describe_type(cell)}, expected a finite number: '
+            f"{preview(cell)}"
         )
     if cell < 0:
         raise DataError(

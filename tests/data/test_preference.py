@@ -225,12 +225,11 @@ PARTED = '"chosen" and "rejected" do not answer the same messages: after'
             {"chosen": [user("a"), bot("b"), user("c"), bot("d")], "rejected": [user("a"), bot("b")]},
             f'{PARTED} 2 that they share they go on with {{"role": "user", "content": "c"}} and nothing, expected',
         ),
-        ({"gap": "2"}, 'column "gap" is a string, expected a finite number of float32: "2"'),
-        ({"gap": True}, 'column "gap" is a boolean, expected a finite number of float32: true'),
+        ({"gap": "2"}, 'column "gap" is a string, expected a finite number: "2"'),
+        ({"gap": True}, 'column "gap" is a boolean, expected a finite number: true'),
         ({"gap": -0.5}, 'column "gap" is -0.5: it says how much better the chosen answer is, so from 0 on; exchange'),
-        ({"gap": float("nan")}, 'column "gap" is a number, expected a finite number of float32: NaN'),
-        ({"gap": 1e300}, 'column "gap" is a number, expected a finite number of float32: 1e+300'),
-        ({"gap": 10**400}, 'column "gap" is a number, expected a finite number of float32: 1000'),
+        ({"gap": float("nan")}, 'column "gap" is a number, expected a finite number: NaN'),
+        ({"gap": 10**400}, 'column "gap" is a number, expected a finite number: 1000'),
     ],
 )
 def test_pairs_that_cannot_be_used_are_refused_by_line(tokenizer, write, change, message):
