@@ -31,7 +31,8 @@ class Precision:
             ConfigError: an entry of module_precision matches no module, or has no effect.
         """
         tower = tower_of(model.config)
-        self._casting = [] if tower is None or tower.follows_first_parameter else vision_paths(model)
+        self._casting = vision_paths(model) if tower is not None and tower.follows_first_parameter else []
+        """Paths of modules whose units have to cast what they are given, beside the root."""
         self._compute: torch.dtype = getattr(torch, config.param_dtype)
         self._reduce: torch.dtype = self._compute
         self._master: torch.dtype = self._compute
@@ -76,11 +77,10 @@ class Precision:
         """Returns the policy of the unit at `path`; None stands for the root."""
         at = None if path is None else self._override_of(path)
         if path is None or at is None:
-            # Most vision towers cast pixels themselves, and rotate in float32 by angles that must not be cast.
-            casts = path is not None and any(is_within(path, outer) for outer in self._casting)
-            return MixedPrecisionPolicy(
-                param_dtype=self._compute, reduce_dtype=self._reduce, cast_forward_inputs=not casts
-            )
+            # What the root has cast stays so. Most towers cast pixels themselves, and what is in float32 inside a model
+            # must not be cast: angles of rotary embeddings, weights of experts.
+            casts = path is None or any(is_within(path, outer) for outer in self._casting)
+            return MixedPrecisionPolicy(param_dtype=self._compute, reduce_dtype=self._reduce, cast_forward_inputs=casts)
         # What follows the overridden module computes in the dtype around it and would not take another one.
         around = self._override_of(path.rpartition(".")[0])
         return MixedPrecisionPolicy(
