@@ -4,8 +4,9 @@ Trained parameters are masters in `master_dtype`; frozen ones need no master and
 FSDP casts to the compute dtype before it gathers, so whatever a unit gathers has one dtype. Packed weights
 (quantized.py) are never cast; a unit that has some gathers bytes.
 
-A router whose weights transformers keeps in float32 (those of DeepSeek-V3, GLM-4.5, Nemotron-H) computes in float32
-here too, as it does where the weights are served: a router rounded on one side alone sends tokens to other experts.
+A module whose weights transformers keeps in float32 (routers of DeepSeek-V3, GLM-4.5, Nemotron-H, hyper-connections of
+HY-V4) computes in float32 here too, as it does where the weights are served: a router rounded on one side alone sends
+tokens to other experts.
 """
 
 from fnmatch import fnmatchcase
@@ -19,7 +20,7 @@ from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModulePrec
 from shardwise.engine.files.conversions import stored_dtypes
 from shardwise.engine.names import CONTAINERS, closest_modules, has_parameters, is_within
 from shardwise.engine.runtime_state import runtime_state
-from shardwise.families import routers_of, tower_of, vision_paths
+from shardwise.families import FOR_IMAGES_ALONE, tower_of, vision_paths
 
 
 class Precision:
@@ -40,7 +41,7 @@ class Precision:
             self._reduce = getattr(torch, config.reduce_dtype)
             self._master = getattr(torch, config.master_dtype)
         self.overrides: dict[str, ModulePrecisionConfig] = {}
-        """Path of a module -> its entry in module_precision, or that of a router in float32."""
+        """Path of a module -> its entry in module_precision, or that of one in `kept`."""
         for entry in config.module_precision:
             paths = [
                 path
@@ -63,14 +64,14 @@ class Precision:
                     f"{taken[0]}; remove one of them"
                 )
             self.overrides |= dict.fromkeys(paths, entry)
-        # One inside a tiled MLP would be gathered for every piece.
+        # A router inside a tiled MLP would be gathered for every piece.
         tiled = isinstance(config, EngineConfig) and config.apply_tiled_mlp
         own = {
             path: ModulePrecisionConfig(module=path, param_dtype="float32", cast_forward_inputs=False)
-            for path in ([] if tiled else _float32_routers(model, self._compute))
+            for path in ([] if tiled else _float32_modules(model, self._compute))
         }
-        self.routers = own.keys() - self.overrides.keys()
-        """Paths of the routers that compute in float32 because their family's do."""
+        self.kept = own.keys() - self.overrides.keys()
+        """Paths of the modules that compute in float32 because their family's do."""
         self.overrides = own | self.overrides
 
     def policy(self, path: str | None) -> MixedPrecisionPolicy:
@@ -86,7 +87,7 @@ class Precision:
         return MixedPrecisionPolicy(
             param_dtype=self._compute_dtype(at),
             reduce_dtype=self._reduce,
-            output_dtype=self._compute_dtype(around) if at == path and path not in self.routers else None,
+            output_dtype=self._compute_dtype(around) if at == path and path not in self.kept else None,
             cast_forward_inputs=self.overrides[at].cast_forward_inputs,
         )
 
@@ -130,14 +131,35 @@ def emulated_dtype(dtype: torch.dtype) -> str | None:
     )
 
 
-def _float32_routers(model: PreTrainedModel, compute: torch.dtype) -> list[str]:
-    """The paths of routers of whose weights `from_pretrained(dtype=compute)` leaves all in float32."""
+def _float32_modules(model: PreTrainedModel, compute: torch.dtype) -> list[str]:
+    """The paths of modules of which `from_pretrained(dtype=compute)` leaves all weights in float32, outer ones alone.
+
+    Not layers of torch, whose weights families also read without calling them, as FSDP needs it (convolutions of linear
+    attention), and not what a rank without images does not call.
+    """
+    if compute == torch.float32:
+        return []
     stored = stored_dtypes(model, runtime_state(model), compute)
-    dtypes = {
-        router.path: {dtype for name, dtype in stored.items() if is_within(name, router.path)}
-        for router in routers_of(model)
-    }
-    return [path for path, found in dtypes.items() if found == {torch.float32} != {compute}]
+    rounded = {module for name, dtype in stored.items() if dtype != torch.float32 for module in _holders(name)}
+    found: list[str] = []
+    for path, module in model.named_modules():
+        is_own_class = not type(module).__module__.startswith(torch.nn.__name__)
+        if (
+            not is_own_class
+            or path in rounded
+            or not has_parameters(module)
+            or any(is_within(path, at) for at in found)
+        ):
+            continue
+        if FOR_IMAGES_ALONE.isdisjoint(path.split(".")):
+            found.append(path)
+    return found
+
+
+def _holders(name: str) -> list[str]:
+    """Paths of the modules that a parameter lies in, from its own to the model, whose path is empty."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -33,6 +33,7 @@ from shardwise.families.routers import (
 )
 from shardwise.families.support import (
     DROPS_KEYWORDS,
+    FOR_IMAGES_ALONE,
     UNREGISTERED_ATTENTION,
     attention_layers,
     attention_of,

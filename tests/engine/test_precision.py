@@ -248,34 +248,36 @@ def test_inputs_come_as_they_are_where_they_are_not_cast(run_ranks, folder, cast
     assert seen == [(BF16 if cast else F32, BF16)]
 
 
-def router_calls(folder, options, path):
-    """Of a router in a training step: what it is given, what it returns, its weight's gradient; where it is kept."""
+def calls_of(folder, options, path):
+    """Of a module in a training step: what it is given, what it returns, its weight's gradient; where it is kept."""
     calls = []
     engine = TrainEngine.build(
         Path(folder), EngineConfig(param_dtype="bfloat16", **options), device=CPU, optimizer=OptimizerConfig()
     )
-    router = engine._model.hf_model.get_submodule(path)
-    router.register_forward_hook(lambda _module, args, outputs: calls.append((args, outputs)))
+    module = engine._model.hf_model.get_submodule(path)
+    module.register_forward_hook(lambda _module, args, outputs: calls.append((args, outputs)))
     step = pack(random_samples([9, 7, 8, 6], vocab=97), num_shards=dist.get_world_size(), max_tokens=16)
     engine.forward_backward(step.shards[dist.get_rank()], sft_loss, step.denominators)
-    grads = [parameter.grad.full_tensor() for parameter in router.parameters() if parameter.grad is not None]
-    return calls[0], grads, {parameter.dtype for parameter in router.parameters()}
+    grads = [parameter.grad.full_tensor() for parameter in module.parameters() if parameter.grad is not None]
+    return calls[0], grads, {parameter.dtype for parameter in module.parameters()}
 
 
-ROUTERS = {
+KEPT = {
     "deepseek_v3": "model.layers.1.mlp.gate",
     "hunyuan_v1_moe": "model.layers.1.mlp.gate",
     "ernie4_5_moe": "model.layers.1.mlp.gate",
     "nemotron_h": "model.layers.1.mixer.gate",
+    "hy_v4": "model.layers.1.attn_hc",
 }
+"""Modules whose weights transformers keeps in float32: routers, and a hyper-connection."""
 
 
-@pytest.mark.parametrize("family", ROUTERS)
-def test_routers_that_transformers_keeps_in_float32_compute_as_there(run_ranks, tmp_path, family):
-    """Else the trainer rounds their weights, and sends tokens to other experts than the rollout engine."""
+@pytest.mark.parametrize("family", KEPT)
+def test_modules_that_transformers_keeps_in_float32_compute_as_there(run_ranks, tmp_path, family):
+    """Else the trainer rounds their weights; routers send tokens to other experts than in the rollout engine."""
     save_model(family, FAMILIES[family], tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16).get_submodule(ROUTERS[family])
-    [((args, outputs), grads, dtypes)] = run_ranks(router_calls, 1, str(tmp_path), {}, ROUTERS[family])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16).get_submodule(KEPT[family])
+    [((args, outputs), grads, dtypes)] = run_ranks(calls_of, 1, str(tmp_path), {}, KEPT[family])
     assert [arg.dtype for arg in args] == [BF16]
     assert dtypes == {F32}
     for found, expected in zip(outputs, loaded(*args), strict=True):
@@ -283,7 +285,7 @@ def test_routers_that_transformers_keeps_in_float32_compute_as_there(run_ranks, 
         assert torch.equal(found, expected)
     rounded = copy.deepcopy(loaded).to(BF16)
     assert not torch.equal(outputs[0].float(), rounded(*args)[0].float())
-    for _, of_two, _ in run_ranks(router_calls, 2, str(tmp_path), {}, ROUTERS[family]):
+    for _, of_two, _ in run_ranks(calls_of, 2, str(tmp_path), {}, KEPT[family]):
         torch.testing.assert_close(of_two, grads, rtol=0.05, atol=1e-3)
 
 
@@ -313,12 +315,12 @@ def test_what_a_model_hands_on_in_float32_stays_so_whatever_the_units(run_ranks,
 
 def test_entry_for_a_router_and_tiled_mlps_are_before_its_familys_dtype(run_ranks, tmp_path):
     save_model("deepseek_v3", FAMILIES["deepseek_v3"], tmp_path)
-    path = ROUTERS["deepseek_v3"]
+    path = KEPT["deepseek_v3"]
     for options in (
         {"module_precision": [{"module": "model.layers.*.mlp.gate", "param_dtype": "bfloat16"}]},
         {"apply_tiled_mlp": True},
     ):
-        [((args, outputs), _, _)] = run_ranks(router_calls, 1, str(tmp_path), options, path)
+        [((args, outputs), _, _)] = run_ranks(calls_of, 1, str(tmp_path), options, path)
         rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16).get_submodule(path).to(BF16)
         torch.testing.assert_close(outputs[0].float(), rounded(*args)[0].float(), rtol=0, atol=1e-2)
 
@@ -327,10 +329,10 @@ def test_frozen_routers_in_float32_are_kept_so(tmp_path):
     save_model("deepseek_v3", FAMILIES["deepseek_v3"], tmp_path)
     for dtype, kept in (("bfloat16", BF16), ("float16", F16), ("float32", F32)):
         precision, dtypes = kept_dtypes(tmp_path, FrozenEngineConfig(param_dtype=dtype))
-        of_router = dtypes.pop("model.layers.1.mlp.gate.weight")
-        assert of_router == F32
+        router = dtypes.pop("model.layers.1.mlp.gate.weight")
+        assert router == F32
         assert set(dtypes.values()) == {kept}
-        assert precision.routers == (set() if dtype == "float32" else {"model.layers.1.mlp.gate"})
+        assert precision.kept == (set() if dtype == "float32" else {"model.layers.1.mlp.gate"})
 
 
 @pytest.mark.parametrize(("capability", "is_told"), [("AVX2", True), ("AVX512", False)])
