@@ -343,6 +343,7 @@ def build_on_meta(
             if error.args != (PACKED_ATTENTION,):  # some families look the name up in a table of their own
                 raise
             raise ModelError(f"{folder}: {config.model_type} is not supported: it {UNREGISTERED_ATTENTION}") from None
+    _make_buffers(model)
     if reason := unsupported_reason(model, has_projection=not has_value_head):
         raise ModelError(f"{folder}: {reason}")
     if has_value_head:
@@ -353,6 +354,16 @@ def build_on_meta(
     if experts_implementation is not None:
         _set_experts(model, experts_implementation)
     return model
+
+
+def _make_buffers(model: PreTrainedModel) -> None:
+    """Makes buffers of what a class builds as parameters without gradients, the biases of routers: FSDP would cast them
+    with the weights around them, and what they choose in float32 is what the rollout engine chooses."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
 
 
 def _check_groups_of_heads(folder: Path, config: PreTrainedConfig) -> None:

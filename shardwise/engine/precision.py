@@ -1,6 +1,7 @@
 """Which dtype each parameter is kept in, and which dtype each FSDP unit computes in.
 
-Trained parameters are masters in `master_dtype`; frozen ones need no master and are kept in the dtype they compute in.
+Trained parameters are masters in `master_dtype`; frozen ones need no master and are kept in the dtype they compute in,
+or in float32 where transformers keeps them so.
 FSDP casts to the compute dtype before it gathers, so whatever a unit gathers has one dtype. Packed weights
 (quantized.py) are never cast; a unit that has some gathers bytes.
 
@@ -9,6 +10,7 @@ HY-V4) computes in float32 here too, as it does where the weights are served: a 
 tokens to other experts.
 """
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -17,10 +19,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, ModulePrecisionConfig
-from shardwise.engine.files.conversions import stored_dtypes
 from shardwise.engine.names import CONTAINERS, closest_modules, has_parameters, is_within
-from shardwise.engine.runtime_state import runtime_state
+from shardwise.engine.runtime_state import runtime_names, runtime_state
 from shardwise.families import FOR_IMAGES_ALONE, tower_of, vision_paths
+from shardwise.stored_dtypes import stored_dtypes
 
 
 class Precision:
@@ -64,11 +66,15 @@ class Precision:
                     f"{taken[0]}; remove one of them"
                 )
             self.overrides |= dict.fromkeys(paths, entry)
+        stored = stored_dtypes(model, runtime_state(model), self._compute) if self._compute != torch.float32 else {}
+        kept = {name for name, dtype in stored.items() if dtype == torch.float32}
+        self._kept_names = {name for name, base in runtime_names(model).items() if base in kept}
+        """Names in `state_dict()` of what transformers keeps in float32 in every dtype."""
         # A router inside a tiled MLP would be gathered for every piece.
         tiled = isinstance(config, EngineConfig) and config.apply_tiled_mlp
         own = {
             path: ModulePrecisionConfig(module=path, param_dtype="float32", cast_forward_inputs=False)
-            for path in ([] if tiled else _float32_modules(model, self._compute))
+            for path in ([] if tiled else _float32_modules(model, stored))
         }
         self.kept = own.keys() - self.overrides.keys()
         """Paths of the modules that compute in float32 because their family's do."""
@@ -94,9 +100,13 @@ class Precision:
     def cast_parameters(self, model: nn.Module) -> None:
         """Gives every parameter of a model on the meta device the dtype that it is kept in."""
         for name, parameter in model.named_parameters():
-            dtype = self._master if parameter.requires_grad else self._compute_dtype(self._override_of(name))
+            dtype = self._master if parameter.requires_grad else self._frozen_dtype(name)
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
+
+    def _frozen_dtype(self, name: str) -> torch.dtype:
+        """What is not trained is exported as it was loaded; where it is gathered FSDP casts it."""
+        return torch.float32 if name in self._kept_names else self._compute_dtype(self._override_of(name))
 
     def _override_of(self, path: str) -> str | None:
         """The innermost module with an override that `path` is or lies in."""
@@ -131,25 +141,18 @@ def emulated_dtype(dtype: torch.dtype) -> str | None:
     )
 
 
-def _float32_modules(model: PreTrainedModel, compute: torch.dtype) -> list[str]:
-    """The paths of modules of which `from_pretrained(dtype=compute)` leaves all weights in float32, outer ones alone.
+def _float32_modules(model: PreTrainedModel, stored: Mapping[str, torch.dtype]) -> list[str]:
+    """The paths of modules whose tensors are all stored in float32, outer ones alone.
 
     Not layers of torch, whose weights families also read without calling them, as FSDP needs it (convolutions of linear
     attention), and not what a rank without images does not call.
     """
-    if compute == torch.float32:
-        return []
-    stored = stored_dtypes(model, runtime_state(model), compute)
-    rounded = {module for name, dtype in stored.items() if dtype != torch.float32 for module in _holders(name)}
+    kept = {at for name, dtype in stored.items() if dtype == torch.float32 for at in _holders(name)}
+    kept -= {at for name, dtype in stored.items() if dtype != torch.float32 for at in _holders(name)}
     found: list[str] = []
     for path, module in model.named_modules():
-        is_own_class = not type(module).__module__.startswith(torch.nn.__name__)
-        if (
-            not is_own_class
-            or path in rounded
-            or not has_parameters(module)
-            or any(is_within(path, at) for at in found)
-        ):
+        is_torchs = type(module).__module__.startswith(torch.nn.__name__)
+        if path not in kept or is_torchs or not has_parameters(module) or any(is_within(path, at) for at in found):
             continue
         if FOR_IMAGES_ALONE.isdisjoint(path.split(".")):
             found.append(path)

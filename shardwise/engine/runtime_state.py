@@ -15,10 +15,17 @@ def runtime_state(model: PreTrainedModel) -> dict[str, Tensor]:
     state: dict[str, Tensor] = model.state_dict()
     if not has_adapters(model):
         return state
+    base_state = {base: state[name] for name, base in runtime_names(model).items()}
+    return base_state | {name: layer.outline() for name, layer in quantized_weights(model).items()}
+
+
+def runtime_names(model: PreTrainedModel) -> dict[str, str]:
+    """Name in `model.state_dict()` -> name in `runtime_state`, for what is in both."""
+    if not has_adapters(model):
+        return {name: name for name in model.state_dict()}
     from shardwise.engine.lora import base_names  # importing peft takes seconds
 
-    base_state = {base: state[name] for name, base in base_names(model).items() if base is not None}
-    return base_state | {name: layer.outline() for name, layer in quantized_weights(model).items()}
+    return {name: base for name, base in base_names(model).items() if base is not None}
 
 
 def copied_state(model: PreTrainedModel) -> dict[str, Tensor]:

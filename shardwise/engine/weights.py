@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.engine.files.conversions import stored_dtypes
 from shardwise.engine.gathering import gathered_regions
 from shardwise.engine.quantized import quantized_weights
 from shardwise.engine.runtime_state import merged_state, runtime_state
 from shardwise.region import Region
+from shardwise.stored_dtypes import stored_dtypes
 
 
 def stream_weights(

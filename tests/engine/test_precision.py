@@ -4,15 +4,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from family_table import FAMILIES, save_model
+from family_table import FAMILIES, random_model, save_model
 from tiny_models import random_samples, reference_logprobs, tiny_folder, tiny_vision_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.config import ConfigError, EngineConfig, FrozenEngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine
 from shardwise.engine.freeze import freeze
 from shardwise.engine.model import build_on_meta
+from shardwise.engine.model_classes import language_model_of
 from shardwise.engine.precision import Precision, emulated_dtype
 from shardwise.families import vision_paths
 from shardwise.recipes.losses import sft_loss
@@ -323,6 +324,58 @@ def test_entry_for_a_router_and_tiled_mlps_are_before_its_familys_dtype(run_rank
         [((args, outputs), _, _)] = run_ranks(calls_of, 1, str(tmp_path), options, path)
         rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16).get_submodule(path).to(BF16)
         torch.testing.assert_close(outputs[0].float(), rounded(*args)[0].float(), rtol=0, atol=1e-2)
+
+
+def sent_weights(folder, options):
+    engine = TrainEngine.build(
+        Path(folder),
+        EngineConfig(param_dtype="bfloat16", allow_unproven=True, **options),
+        device=CPU,
+        optimizer=OptimizerConfig(),
+    )
+    return {name: tensor.clone() for name, tensor in engine.named_weights(BF16)}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("ernie4_5_vl_moe", {}),  # no word reaches its router of image tokens
+        ("olmo_hybrid", {"lora": {"rank": 2}}),
+        ("kimi_linear", {"lora": {"rank": 2}}),
+        ("hy_v4", {"lora": {"rank": 2}}),
+        ("deepseek_v3", {"freeze_router": True, "apply_tiled_mlp": True}),
+    ],
+)
+def test_what_is_frozen_is_exported_and_synced_as_it_was_loaded(run_ranks, tmp_path, family, options):
+    """Also what transformers keeps in float32 and FSDP casts where it is gathered."""
+    save_model(family, FAMILIES[family], tmp_path)
+    loaded = language_model_of(AutoConfig.from_pretrained(tmp_path)).from_pretrained(tmp_path, dtype=BF16).state_dict()
+    assert any(tensor.dtype == F32 and not torch.equal(tensor, tensor.to(BF16)) for tensor in loaded.values())
+    for sent in run_ranks(sent_weights, 2, str(tmp_path), options):
+        for name, tensor in sent.items():
+            assert tensor.dtype == loaded[name].dtype, name
+            assert torch.equal(tensor, loaded[name]), name
+
+
+def test_parameters_that_no_class_trains_choose_experts_in_float32(run_ranks, tmp_path):
+    """AFMoE's bias stands beside the experts and not in the router: FSDP would cast it."""
+    options = FAMILIES["afmoe"] | {"num_experts": 32, "num_experts_per_tok": 4}
+    model = random_model("afmoe", options)
+    biases = [tensor for name, tensor in model.state_dict().items() if name.endswith("expert_bias")]
+    for bias in biases:
+        bias.copy_(3 + 0.3 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(0)))
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(3, 97, (60,), generator=torch.Generator().manual_seed(3))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
+    with torch.no_grad():
+        expected = reference_logprobs(loaded, tokens)
+    [found] = run_ranks(logprobs_of, 1, str(tmp_path), tokens, None)
+    assert (found - expected).abs().max() < 0.02
+    for name, tensor in loaded.state_dict().items():
+        if name.endswith("expert_bias"):
+            tensor.copy_(tensor.to(BF16))
+    with torch.no_grad():
+        assert (reference_logprobs(loaded, tokens) - expected).abs().max() > 0.05
 
 
 def test_frozen_routers_in_float32_are_kept_so(tmp_path):

@@ -3,12 +3,24 @@ import re
 
 import pytest
 import torch
+from family_table import FAMILIES, save_model
 from tiny_models import tiny_folder
 from transformers import AutoModelForCausalLM
 
 from shardwise.config import ModelError
 from shardwise.model_config import read_generation_config
 from shardwise.rollout.skeleton import load_skeleton, served_by
+
+
+def test_a_skeleton_keeps_in_float32_what_from_pretrained_keeps_so(tmp_path):
+    """In float16 more than in bfloat16."""
+    for family in ("gpt_oss", "lfm2_moe"):
+        save_model(family, FAMILIES[family], tmp_path / family)
+        for dtype in (torch.float16, torch.bfloat16):
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=dtype).state_dict()
+            served = {name: tensor.dtype for name, tensor in served_by(load_skeleton(tmp_path / family, dtype))}
+            assert served == {name: loaded[name].dtype for name in served}
+            assert (torch.float32 in served.values()) == (family == "lfm2_moe" or dtype == torch.float16)
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", {"lm_head.weight"}), ("llama", set())])

@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parents[2] / "shardwise"
 SHARED = {"config", "types", "observability", "fault_plan", "scratch", "processes", "console", "durable", "region"}
 TENSORS = {"codec", "checksum", "memfd"}
 """Of weights and messages between processes."""
-MODELS = {"model_config"}
-"""Of model folders."""
+MODELS = {"model_config", "stored_dtypes"}
+"""Of models, as folders hold them."""
 MAY_IMPORT = {
     "__init__": set(),
     "__main__": {"cli", "controller"},
@@ -56,6 +56,7 @@ MAY_IMPORT = {
     "checksum": {"ops"},
     "memfd": set(),
     "model_config": {"config"},
+    "stored_dtypes": set(),
     "families": {"ops", "types", "uploads"},
     "ops": {"uploads"},
 }
@@ -75,6 +76,7 @@ THIRD_PARTY = {
     "checksum": {"torch", "xxhash"},
     "memfd": {"torch"},
     "model_config": {"transformers"},
+    "stored_dtypes": {"torch", "transformers"},
     "families": {"torch"},
     "ops": {"torch"},
     "algorithms": {"torch"},

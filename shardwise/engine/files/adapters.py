@@ -38,10 +38,13 @@ from shardwise.engine.lora import (
     inject_lora,
     stored_config,
     stored_targets,
+    trained_copies,
 )
 from shardwise.engine.quantized import FORMAT, quantized_weights
+from shardwise.engine.runtime_state import runtime_names, runtime_state
 from shardwise.engine.shards import local_box, local_shard
 from shardwise.ops import nonfinite_names
+from shardwise.stored_dtypes import stored_dtypes
 
 WITHOUT_EFFECT_ON_WEIGHTS = {
     "auto_mapping",
@@ -120,10 +123,13 @@ def attach_adapter(model: PreTrainedModel, config: LoraConfig) -> dict[str, str]
 
 
 def adapter_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Yields (name in an adapter file, full tensor) of everything trained, one at a time."""
+    """Collective. Yields (name in an adapter file, full tensor) of everything trained, one at a time: in
+    `dtype`, trained copies of what transformers keeps in float32 (routers) in that."""
     state = model.state_dict()
-    names = adapter_names(model)
-    wholes = gathered_in_order((state[name], dtype) for name in names)
+    names, bases = adapter_names(model), runtime_names(model)
+    stored = stored_dtypes(model, runtime_state(model), dtype)
+    copies = {copy: stored.get(bases[name], dtype) for name, copy in trained_copies(model).items()}
+    wholes = gathered_in_order((state[name], copies.get(name, dtype)) for name in names)
     for in_file in names.values():
         yield in_file, next(wholes)
 

@@ -24,12 +24,12 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
-    build_glob_alternation,
     dot_natural_key,
     rename_source_key,
 )
 
 from shardwise.engine.model_classes import language_model_rules
+from shardwise.stored_dtypes import stored_dtypes
 
 _NUM_PIECES = 8
 """Number of pieces in which the fused experts of a layer are taken apart."""
@@ -182,23 +182,6 @@ def _keeps_rows(operation: object) -> bool:
         case Transpose(dim0=dim0, dim1=dim1, check_dims=check_dims):
             return dim0 > 0 and dim1 > 0 and not check_dims
     return False
-
-
-def stored_dtypes(model: PreTrainedModel, runtime: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of every untied runtime tensor in a checkpoint of `dtype`, as `from_pretrained(dtype=...)` chooses it:
-    integers stay, and a family may keep some weights in float32 (the correction bias of DeepSeek-V3's router)."""
-    kept = model._get_dtype_plan(dtype)
-    pattern = build_glob_alternation(list(kept))[0] if kept else None
-    tied = set(model.get_expanded_tied_weights_keys())
-    return {
-        name: torch.float32
-        if pattern is not None and pattern.search(name) and tensor.is_floating_point()
-        else dtype
-        if tensor.is_floating_point()
-        else tensor.dtype
-        for name, tensor in runtime.items()
-        if name not in tied
-    }
 
 
 def export_blocks(model: PreTrainedModel, runtime: Mapping[str, Tensor], dtype: torch.dtype) -> list[ExportBlock]:

@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.config import ConfigError, ExportError, ModelError
 from shardwise.engine.agreement import raised_on_every_rank
-from shardwise.engine.files.conversions import stored_dtypes
 from shardwise.engine.files.export import export_folder, require_finite
 from shardwise.engine.files.loading import load_weights
 from shardwise.engine.files.model_folder import take_generation_config
@@ -22,6 +21,7 @@ from shardwise.engine.model_classes import class_named, declaring_float32, kind_
 from shardwise.engine.runtime_state import buffer_names
 from shardwise.engine.shards import local_shard
 from shardwise.model_config import blaming_config, read_model_config
+from shardwise.stored_dtypes import stored_dtypes
 
 
 def rewrite_folder(

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from family_table import FAMILIES as FAMILY_TABLE
-from family_table import save_model
 from tiny_models import FAMILIES, MOE_FAMILIES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -16,8 +14,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from shardwise.engine.files.conversions import export_blocks, import_blocks, stored_dtypes
-from shardwise.engine.model import build_on_meta
+from shardwise.engine.files.conversions import export_blocks, import_blocks
 
 COMMON = {
     "vocab_size": 97,
@@ -194,39 +191,3 @@ def test_only_rules_that_leave_dim_0_alone_after_the_merge_merge_rows(llama_of_o
 def test_dense_families_keep_their_names(family):
     model = tiny_model(family)
     assert_equal(exported(model), runtime_tensors(model))
-
-
-def test_stored_dtypes_are_those_of_from_pretrained(tmp_path):
-    model = random_model("deepseek_v3")
-    model.save_pretrained(tmp_path)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-        assert stored_dtypes(model, model.state_dict(), dtype) == {
-            name: tensor.dtype for name, tensor in runtime_tensors(loaded).items()
-        }
-    assert (
-        stored_dtypes(model, model.state_dict(), torch.bfloat16)["model.layers.1.mlp.gate.e_score_correction_bias"]
-        == torch.float32
-    )
-    tied = tiny_model("qwen3")
-    assert "lm_head.weight" not in stored_dtypes(tied, tied.state_dict(), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("family", "kept"),
-    {
-        "lfm2_moe": ["model.layers.1.feed_forward.expert_bias"],
-        "hunyuan_v1_moe": ["model.layers.0.mlp.gate.wg.weight", "model.layers.1.mlp.gate.wg.weight"],
-        "olmo_hybrid": ["model.layers.0.linear_attn.A_log"],
-    }.items(),
-)
-def test_what_a_class_builds_in_float32_is_stored_so_though_the_class_does_not_say_it(tmp_path, family, kept):
-    """Rounded, the bias of a router would send tokens to other experts than in training."""
-    save_model(family, FAMILY_TABLE[family], tmp_path)
-    model = build_on_meta(tmp_path)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        loaded = runtime_tensors(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype))
-        stored = stored_dtypes(model, model.state_dict(), dtype)
-        assert stored == {name: tensor.dtype for name, tensor in loaded.items()}
-        if dtype != torch.float32:
-            assert [name for name, found in stored.items() if found == torch.float32] == kept

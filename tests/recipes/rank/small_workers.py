@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from family_table import FAMILIES, save_model
 from tiny_models import tiny_folder
 
 from shardwise.config import AlgorithmConfig, CriticConfig, EngineConfig, ModelConfig, OptimizerConfig, SamplingConfig
@@ -35,7 +36,11 @@ def build_one(
 
 
 def build(family, folder, *, param_dtype="float32", temperature=0.8, lora=None, engine="embedded") -> Worker:
-    path = tiny_folder(family, folder / family)
+    path = folder / family
+    if family == "deepseek_v3":  # has a router that is kept in float32
+        save_model(family, FAMILIES[family], path)
+    else:
+        tiny_folder(family, path)
     layout = EngineConfig(param_dtype=param_dtype, lora=lora)
     worker = Worker(torch.device("cpu"))
     build_one(worker, "policy", path, layout, optimizer=OPTIMIZER, temperature=temperature)

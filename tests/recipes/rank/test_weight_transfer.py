@@ -28,6 +28,7 @@ ADAPTERS = {
     "with modules": {"rank": 2, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
     "conv1d": {"rank": 4},
     "experts": {"rank": 2, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]},
+    "router in float32": {"rank": 4, "target_modules": ["o_proj", "kv_b_proj"], "modules_to_save": ["gate"]},
 }
 
 
@@ -44,7 +45,7 @@ def test_trap_11_an_adapter_that_is_synced_alone_changes_what_is_sampled_as_trai
     lora = dict(ADAPTERS[kind])
     if kind == "with modules":
         lora["modules_to_save"] = ["lm_head", "norm"]
-    family = {"conv1d": "gpt2", "experts": "qwen3_moe"}.get(kind, "llama")
+    family = {"conv1d": "gpt2", "experts": "qwen3_moe", "router in float32": "deepseek_v3"}.get(kind, "llama")
     worker = build(family, tmp_path, param_dtype=param_dtype, lora=lora)
     worker.sync_adapter_only()
     worker.sync_weights(1)
@@ -56,7 +57,8 @@ def test_trap_11_an_adapter_that_is_synced_alone_changes_what_is_sampled_as_trai
     assert largest_difference(worker, roll_out(worker)) < bound
     engine = engine_of(worker)
     bytes_per_weight = {"float32": 4, "bfloat16": 2}[param_dtype]
-    assert receipt["num_bytes_moved"] == engine.num_trained_parameters * bytes_per_weight
+    kept = 4 * 32 * (4 - bytes_per_weight) + 4 * 4 if kind == "router in float32" else 0  # its weight and its bias
+    assert receipt["num_bytes_moved"] == engine.num_trained_parameters * bytes_per_weight + kept
     assert receipt["num_proven"] == receipt["num_tensors"] >= 10
     assert engine.num_trained_parameters < engine.num_parameters / 2
 
