@@ -31,7 +31,7 @@ from typing import Any
 
 PRELOAD = [
     *("torch", "safetensors.torch", "peft", "datasets", "pytest", "shardwise.cli", "shardwise.recipes.entry"),
-    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "conversion_rules"),
 ]
 EXIT_GRACE_SECONDS = 5.0
 GROUP_TIMEOUT = timedelta(minutes=10)
@@ -56,7 +56,8 @@ class RankError(Exception):
 
 class RankPool:
     """Processes with one thread each, as many as a call asks for, in one process group (gloo, FileStore). They stay for
-    the next call of their number, unless it would not find them as if they were new."""
+    the next call of their number, unless it would not find them as if they were new: one that failed may have left
+    others in a collective."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Ranks] = {}
@@ -143,7 +144,7 @@ class _Ranks:
         while rank_of:
             ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
             if not ready:
-                hung = sorted(rank_of.values())
+                hung, can_stay = sorted(rank_of.values()), False
                 failures += [
                     f"rank {rank} did not answer within {timeout_seconds} s:\n{self._stack(rank)}" for rank in hung
                 ]
@@ -153,6 +154,7 @@ class _Ranks:
                 try:
                     succeeded, value, is_as_new = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
+                    can_stay = False
                     self._processes[rank].join(EXIT_GRACE_SECONDS)
                     failures.append(f"rank {rank} died with exit code {self._processes[rank].exitcode}")
                     # Its peers notice the closed connections; those that wait for something else are not worth it.
@@ -163,7 +165,7 @@ class _Ranks:
                     results[rank] = value
                 else:
                     failures.append(f"rank {rank} raised:\n{value}")
-        if failures or not can_stay:
+        if not can_stay:
             self._end()
         if failures:
             raise RankError("\n".join(failures))
@@ -207,7 +209,7 @@ def _serve(rank: int, connection: Connection, stack_file: str) -> None:
             sys.path[:] = path
             succeeded, answer = _call(rank, world_size, store, payload)
             connection.send_bytes(answer)
-            if not succeeded:
+            if not succeeded and world_size > 1:
                 os._exit(1)  # frees the peers from their collectives, also where a cache of meshes holds the groups
 
 
@@ -227,7 +229,7 @@ def _call(rank: int, world_size: int, store: str, payload: bytes) -> tuple[bool,
         value = function(*args)
         return True, pickle.dumps((True, value, _is_as_new(world_size)))
     except BaseException:
-        return False, pickle.dumps((False, traceback.format_exc(), False))
+        return False, pickle.dumps((False, traceback.format_exc(), world_size == 1 and _is_as_new(world_size)))
     finally:
         gc.collect()  # engines are cycles; their groups and buffers should not outlive the call
 
