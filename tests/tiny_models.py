@@ -1,7 +1,10 @@
 """Small random models of several families, and samples for them, for the tests of engine, rollout and transfer."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -9,6 +12,11 @@ from shardwise.types import Sample
 
 FAMILIES = ("qwen3", "llama", "gemma2")
 MOE_FAMILIES = ("qwen3_moe", "mixtral")
+
+
+def families(*quick: str, of: Sequence[str] = FAMILIES) -> list[Any]:
+    """All of them as parameters of a test, of which `make test` runs those named."""
+    return [*quick, *(pytest.param(name, marks=pytest.mark.full) for name in of if name not in quick)]
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides):

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
-from tiny_models import IMAGE, ROW_END, VISION_END, VISION_FAMILIES, VISION_START
+from tiny_models import IMAGE, ROW_END, VISION_END, VISION_FAMILIES, VISION_START, families
 from torch import Tensor
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
@@ -32,8 +31,7 @@ MARKED_TILES = ("idefics3", "smolvlm")
 
 
 def vision_families(*quick: str, of: Sequence[str] = VISION_FAMILIES) -> list[Any]:
-    """All of them as parameters of a test, of which `make test` runs those named."""
-    return [*quick, *(pytest.param(name, marks=pytest.mark.full) for name in of if name not in quick)]
+    return families(*quick, of=of)
 
 
 def vision_sample(model, uid: str, grids: Sequence[tuple[int, int, int]], *, seed: int) -> Sample:

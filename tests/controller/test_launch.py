@@ -282,7 +282,13 @@ with stop_signals(asked.append if rank == 0 else pass_on):
 """
 
 
-@pytest.mark.parametrize("to", ["launcher", "rank 0", "rank 1", "all", "all, of a terminal that closes"])
+@pytest.mark.parametrize(
+    "to",
+    [
+        *("launcher", "rank 0", "all, of a terminal that closes"),
+        *(pytest.param(one, marks=pytest.mark.full) for one in ("rank 1", "all")),
+    ],
+)
 def test_f11_wherever_a_signal_arrives_rank_0_saves_and_the_job_ends_with_its_code(command, tmp_path, to):
     heeded = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where these tests are run under nohup
     options = {"start_new_session": True, "preexec_fn": heeded}

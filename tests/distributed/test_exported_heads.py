@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny_models import FAMILIES, random_samples, tiny_folder, tiny_vision_model
+from tiny_models import FAMILIES, families, random_samples, tiny_folder, tiny_vision_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -111,7 +111,7 @@ def assert_values(found, expected, *, atol, rtol=0.0):
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("head", CLASSES)
-@pytest.mark.parametrize("family", HEADED)
+@pytest.mark.parametrize("family", families("llama", "granite", of=HEADED))
 def test_an_exported_head_gives_transformers_the_values_of_the_engine(run_ranks, tmp_path, family, head, world_size):
     folder, out = tiny_folder(family, tmp_path / "in"), tmp_path / "out"
     expected = None
@@ -145,7 +145,9 @@ def test_heads_beside_adapters_and_on_shared_sequences_are_exported_too(run_rank
     assert_values(first, classified(out, head), atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "variant", [pytest.param({}, id="lora", marks=pytest.mark.full), pytest.param({"use_dora": True}, id="dora")]
+)
 @pytest.mark.parametrize("head", CLASSES)
 def test_peft_puts_an_exported_adapter_with_its_head_onto_the_base_model(run_ranks, tmp_path, head, variant):
     """The head of the base is drawn anew, and the adapter's takes its place."""

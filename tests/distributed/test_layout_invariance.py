@@ -110,8 +110,8 @@ AXES: dict[str, dict[str, dict]] = {
     "precision": {"no units": {}, "attention units": {"module_precision": [{"module": "model.layers.*.self_attn"}]}},
 }
 """Of every axis its options, and what each sets in `engine`. The first option of an axis goes with every other."""
-QUICK_LAYOUTS = ["2", "2 replicas", "2 sp2", "2x2", "4 sp4", "2x2 sp2"]
-"""One of each kind."""
+QUICK_LAYOUTS = ["2", "2 replicas", "4 sp4", "2x2 sp2"]
+"""Each kind alone, and all of them together."""
 IMPOSSIBLE = [
     ("reshard", {"over 2"}, "layout", {name for name in WORLD_SIZES if not name.startswith("4") or "replicas" in name}),
     ("wrap", {"wrapped ends"}, "family", {"qwen3", "gemma2"}),  # would split a tied weight

@@ -378,7 +378,7 @@ def export(folder: str, out: str) -> None:
     build(folder).export_hf(Path(out), train_tokenizer(["2+3=5"], vocab_size=261))
 
 
-@pytest.mark.parametrize("family", vision_families("qwen3_vl", "qwen2_5_vl"), indirect=True)
+@pytest.mark.parametrize("family", vision_families("qwen3_vl"), indirect=True)
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_an_adapter_on_all_linear_layers_adapts_the_tower_too_unless_it_is_frozen(
     run_ranks, tmp_path, family, folder, tower, is_frozen

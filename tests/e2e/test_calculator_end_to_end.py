@@ -134,6 +134,7 @@ def test_what_is_trained_is_what_was_sampled_and_answered(agents_of_two_ranks, m
         assert (row["tokens/masked"], row["tokens/dropped"]) == (0, 0)
 
 
+@pytest.mark.full
 def test_agents_on_one_rank_and_at_another_pace_sample_the_same_tokens(agents_of_two_ranks, folder, command):
     extra = {"rollout.environment.max_wait_seconds": 0.001, "trainer.total_steps": 1}
     assert command(*agent_options(folder, "alone", **extra)).code == 0

@@ -176,7 +176,7 @@ def test_a_run_whose_ranks_share_experts_or_sequences_is_that_of_whole_ones(mixt
             assert (tensor - weights[name]).abs().max() < 1e-4, name
 
 
-@pytest.mark.parametrize("recipe", ["preference", "reward-model"])
+@pytest.mark.parametrize("recipe", [pytest.param("preference", marks=pytest.mark.full), "reward-model"])
 def test_adapters_of_experts_learn_from_pairs_and_peft_and_export_read_them(
     mixture, assets, job, command, tmp_path, recipe
 ):

@@ -76,7 +76,7 @@ LAYOUTS = {
     "ulysses": ([], "engine.ulysses_size=2"),
     "lora": (["engine.lora.rank=4"], "engine.ulysses_size=1"),
 }
-COVERING = {("preference", "ulysses"), ("preference", "lora"), ("reward-model", "fsdp")}
+COVERING = {("preference", "ulysses"), ("reward-model", "fsdp")}
 
 
 @pytest.mark.parametrize(

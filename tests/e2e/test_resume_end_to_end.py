@@ -256,10 +256,10 @@ def other_recipes(assets) -> dict[str, tuple[str, list[str]]]:
     }
 
 
-NAMES = ("rl", "kto", "dpo before training", "reward model", "distill", "lora sft", "on-policy distillation")
+NAMES = ("rl", "kto", "dpo before training", "reward model", "distill", "lora sft")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, pytest.param("on-policy distillation", marks=pytest.mark.full)])
 def test_f25_trap_14_every_recipe_goes_on_bitwise(assets, command, tmp_path, name):
     recipe, more = other_recipes(assets)[name]
     options = rl_options if recipe == "rl" else rows_options
@@ -308,7 +308,7 @@ def test_an_allowed_change_takes_effect_from_the_checkpoint_on(sft_run, assets, 
     assert rates[2:] == pytest.approx([rate / 5 for rate in whole[2:]])
 
 
-@pytest.mark.parametrize("recipe", ["sft", "rl"])
+@pytest.mark.parametrize("recipe", ["sft", pytest.param("rl", marks=pytest.mark.full)])
 def test_other_rows_are_gone_on_with_as_the_error_offers_it(request, assets, command, metrics_of, tmp_path, recipe):
     """Of PPO with a mixture and pass rates too. From then on the run has them, and no offer is needed any more."""
     name, options, more = ("sft_run", rows_options, []) if recipe == "sft" else ("ppo_run", rl_options, PPO)

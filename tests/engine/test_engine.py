@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError
-from tiny_models import FAMILIES, random_samples, reference_logprobs, tiny_folder
+from tiny_models import families, random_samples, reference_logprobs, tiny_folder
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,7 +25,7 @@ def fully_trained(samples):
     return [replace(s, loss_mask=torch.arange(len(s.token_ids)) > 0) for s in samples]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=families("llama", "gemma2"))
 def folder(request, tmp_path_factory):
     return tiny_folder(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_folder
+from tiny_models import FAMILIES, families, tiny_folder
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shardwise.config import ConfigError, ModelError, TrainingError
 from shardwise.rollout import EmbeddedEngine
 from shardwise.types import GenerateRequest
 
-FAMILIES = ["qwen3", "llama", "gemma2"]
 CPU = torch.device("cpu")
 
 
@@ -103,7 +102,7 @@ def sampled(engine: EmbeddedEngine, wanted: list[GenerateRequest]) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families("qwen3", "gemma2"))
 def test_draws_do_not_depend_on_batch_order_or_rows(model_folders, family):
     """Requests of 5 completions each on 2, 4 and 64 rows: groups are larger and smaller than the engine."""
     wanted = requests(prompts(6, seed=2), temperature=1.0, num_completions=5)

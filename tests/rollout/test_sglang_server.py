@@ -106,6 +106,7 @@ def test_a_stopped_server_is_an_error_after_the_health_timeout_and_can_be_closed
     assert not log.parent.exists()
 
 
+@pytest.mark.full
 def test_a_killed_server_leaves_no_names_of_its_own_and_keeps_those_of_others(folder, sglang_journal):
     other = Path("/dev/shm/sglang_loads_of_another_0123abcd.shm")
     with other.open("wb"):

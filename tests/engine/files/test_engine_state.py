@@ -169,7 +169,7 @@ EXPERTS = {
 OTHER_OPTIMIZERS = [(name, optimizer) for name in ("1 to 2", "2x2 to 4") for optimizer in ("muon", "adamw_cpu")]
 REPEATED = [
     *((name, "adamw") for name in ("2 to 4", "4 to 1", "ulysses to 2", "4 to 2x2", "2x2 to 4", "replicas to 2")),
-    *(("2x2 to 4", "adamw_cpu"), ("2x2 to 4", "muon")),
+    *(("1 to 2", "adamw"), ("2 to host", "adamw"), ("2x2 to 4", "adamw_cpu"), ("2x2 to 4", "muon")),
 ]
 EXPERTS_REPEATED = ["shared by 2 to shared by 4", "shared to replicas", "shared to 1", "shared to 2"]
 """What other cells have the parts of: only in `make test-full`."""

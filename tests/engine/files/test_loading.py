@@ -9,7 +9,7 @@ from family_table import save_model
 from ranks import RankError
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save_model as save_shared_once
-from tiny_models import FAMILIES, MOE_FAMILIES, empty_model, tiny_folder, tiny_model
+from tiny_models import FAMILIES, MOE_FAMILIES, empty_model, families, tiny_folder, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
@@ -21,7 +21,7 @@ from shardwise.engine.files.model_folder import SINGLE_NAME
 from shardwise.engine.weights import stream_weights
 
 
-@pytest.fixture(scope="module", params=FAMILIES + MOE_FAMILIES)
+@pytest.fixture(scope="module", params=families("llama", "qwen3_moe", "mixtral", of=FAMILIES + MOE_FAMILIES))
 def folder(request, tmp_path_factory):
     return tiny_folder(request.param, tmp_path_factory.mktemp(request.param))
 
