@@ -1,5 +1,6 @@
 """What belongs to the tiny models that see images beside their weights, and whole folders of them."""
 
+import random
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from PIL import Image
 from tiny_models import tiny_vision_model
 from transformers import (
     CLIPImageProcessorPil,
@@ -173,3 +175,8 @@ def vision_folder(family: str, folder: Path, *, seed: int = 0) -> Any:
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+def noise(size: tuple[int, int], *, seed: int = 0) -> Image.Image:
+    """A picture that is the same in every process, which those of `Image.effect_noise` are not."""
+    return Image.frombytes("L", size, random.Random(seed).randbytes(size[0] * size[1])).convert("RGB")

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from bad_steps import build
-from PIL import Image
 from test_vision_preferences import LAYOUTS, shown
-from vision_folders import vision_folder
+from vision_folders import noise, vision_folder
 from vision_samples import reference_logits, vision_families
 
 from shardwise.config import DistillationConfig, EngineConfig, ModelConfig, SupervisedDataConfig
@@ -52,7 +51,7 @@ def samples(folders, tmp_path_factory):
     student, teacher = (ModelConfig(path=str(folder)) for folder in folders[0])
     place = tmp_path_factory.mktemp("rows")
     for number, size in enumerate(((16, 8), (20, 44), (24, 24))):
-        Image.effect_noise(size, 90).convert("RGB").save(place / f"{number}.png")
+        noise(size, seed=number).save(place / f"{number}.png")
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     model = open_model(student)
     vision = shared_vision(model.vision, {"teacher.model": open_companion(teacher, model, said="", num_tokens=1)})

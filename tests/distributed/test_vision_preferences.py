@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from bad_steps import build, parameters_of
-from PIL import Image
 from torch.nn.functional import softplus
-from vision_folders import vision_folder
+from vision_folders import noise, vision_folder
 from vision_samples import reference_logits, reference_logprobs, vision_families
 
 from shardwise.config import BradleyTerry, EngineConfig, ModelConfig, PreferenceDataConfig
@@ -67,7 +66,7 @@ def pairs(folders, tmp_path_factory):
     (folder, _), _ = folders
     place = tmp_path_factory.mktemp("rows")
     for number, size in enumerate(((16, 8), (20, 44), (24, 24))):
-        Image.effect_noise(size, 90).convert("RGB").save(place / f"{number}.png")
+        noise(size, seed=number).save(place / f"{number}.png")
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     read = partial(preference_pairs, max_rows=None, vision=Vision.load(folder, tokenizer))

@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoTokenizer
-from vision_folders import vision_folder
+from vision_folders import noise, vision_folder
 
 from shardwise.config import DataError, DistillConfig, EngineConfig, FrozenEngineConfig, ModelConfig
 from shardwise.data.synthetic import build_model_folder
@@ -90,7 +89,7 @@ def test_terms_of_ones_own_that_sum_to_reverse_kl_make_the_same_run(group_of_one
 def seeing(tmp_path, write_jsonl):
     """Reads the losses of a run on rows of which one has an image, with validation on them."""
     vision_folder("qwen3_vl", tmp_path / "student")
-    Image.effect_noise((20, 44), 90).convert("RGB").save(tmp_path / "0.png")
+    noise((20, 44)).save(tmp_path / "0.png")
     rows = [{"prompt": "<image>Which?", "response": "7", "images": ["0.png"]}, {"prompt": "2+3=", "response": "5"}]
 
     def run(group, teacher, name="run", rows=rows):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoTokenizer
-from vision_folders import vision_folder
+from vision_folders import noise, vision_folder
 from vision_samples import reference_logits
 
 from shardwise.config import (
@@ -143,7 +143,7 @@ PROMPTS = [
 def pictures(tmp_path):
     """Writes the rows of prompts, with their images beside them."""
     for number, size in enumerate(((16, 8), (20, 44))):
-        Image.effect_noise(size, 90).convert("RGB").save(tmp_path / f"{number}.png")
+        noise(size, seed=number).save(tmp_path / f"{number}.png")
     rows = [row | {"answer": "5"} for row in PROMPTS]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(tmp_path / "prompts.jsonl")

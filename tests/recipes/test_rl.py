@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoTokenizer
-from vision_folders import vision_folder
+from vision_folders import noise, vision_folder
 from vision_samples import reference_logprobs
 
 from shardwise.config import ConfigError, DataError, ModelConfig, RLConfig, SourceTeacherConfig
@@ -67,7 +66,7 @@ def run_on_pictures(tmp_path, rows, **more):
 @pytest.fixture
 def pictures(tmp_path, write_jsonl):
     """A file of two rows, of which one has an image."""
-    Image.effect_noise((20, 44), 90).convert("RGB").save(tmp_path / "0.png")
+    noise((20, 44)).save(tmp_path / "0.png")
     rows = [{"prompt": "<image>Which?", "images": ["0.png"]}, {"prompt": "2+3="}]
     return write_jsonl("pictures.jsonl", [row | {"reward_model": {"ground_truth": "5"}} for row in rows])
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from bad_steps import build, parameters_of
-from PIL import Image
 from ranks import RankError
 from tiny_models import tiny_vision_model
 from transformers import Qwen2VLImageProcessorPil
+from vision_folders import noise
 from vision_samples import vision_samples
 
 from shardwise.config import DistillationConfig, EngineConfig, ModelConfig, SamplingConfig
@@ -43,7 +43,7 @@ def as_image_refs(sample: Sample, folder) -> Sample:
     image_refs = []
     for number, (_, height, width) in enumerate(sample.images.sizes.tolist()):
         file = io.BytesIO()
-        Image.effect_noise((4 * width, 4 * height), 60 + number).convert("RGB").save(file, "PNG")
+        noise((4 * width, 4 * height), seed=number).save(file, "PNG")
         image_refs.append(reader.open(file.getvalue(), folder, f"row {sample.uid}: image {number + 1}"))
     return replace(sample, images=None, image_refs=image_refs)
 
