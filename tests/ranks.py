@@ -31,7 +31,8 @@ from typing import Any
 
 PRELOAD = [
     *("torch", "safetensors.torch", "peft", "datasets", "pytest", "shardwise.cli", "shardwise.recipes.entry"),
-    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "conversion_rules"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
+    "tests.conversion_rules",
 ]
 EXIT_GRACE_SECONDS = 5.0
 GROUP_TIMEOUT = timedelta(minutes=10)

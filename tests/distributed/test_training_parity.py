@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import FAMILIES, random_samples, reference_logprobs, tiny_folder
+from tiny_models import families, random_samples, reference_logprobs, tiny_folder
 
 from shardwise.config import EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
@@ -72,7 +72,7 @@ def sharded_run(folder, engine_config, max_tokens):
     return losses, norms, {name: tensor.clone() for name, tensor in engine.named_weights(torch.float32)}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=families("llama", "gemma2"))
 def family_run(request, tmp_path_factory):
     folder = tiny_folder(request.param, tmp_path_factory.mktemp(request.param))
     return folder, reference_run(folder)

@@ -48,7 +48,7 @@ ROWS = [
 
 @pytest.fixture(
     scope="module",
-    params=vision_families("qwen3_vl", "mistral3", of=("qwen3_vl", "qwen2_5_vl", "mistral3", "llava", "gemma3")),
+    params=vision_families("qwen3_vl", of=("qwen3_vl", "qwen2_5_vl", "mistral3", "llava", "gemma3")),
 )
 def family(request):
     return request.param

@@ -351,7 +351,12 @@ STATE_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", list(STATE_CHANGES))
+IN_DEFAULT = ("muon", "lora", "rank")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_DEFAULT else pytest.mark.full) for name in STATE_CHANGES]
+)
 def test_f26_a_change_that_no_state_survives_is_refused_with_what_works(request, assets, command, tmp_path, name):
     """Allowed all the same, it is refused by the engine, with the same ways out; the weights can be resumed from."""
     change, allowed = STATE_CHANGES[name]

@@ -62,6 +62,7 @@ def test_two_ranks_learn_from_pictures_and_write_what_transformers_reads(shell, 
     )
 
 
+@pytest.mark.full
 def test_adapters_learn_from_pictures_and_peft_reads_them(command, folder, tmp_path, metrics_of):
     """What is written merged is what peft merges into the model."""
     small = ["trainer.total_steps=3", "trainer.batch_size=8", "data.validation_files=[]", "engine.lora.rank=8"]

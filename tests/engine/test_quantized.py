@@ -178,7 +178,7 @@ def with_bitsandbytes_layers(model):
 
 
 @needs_integer_shards
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_step_equals_that_of_peft_on_bitsandbytes_layers(run_ranks, wide, tmp_path, world):
     folder, lora, adapter = wide
     runs = run_ranks(trained, world, folder, lora, adapter, tmp_path, world)

@@ -126,6 +126,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_the_engine_is_in_another_process_and_computes_the_same(undisturbed, supervised):
     assert isinstance(supervised, SupervisedEngine)
     assert supervised.pid != os.getpid()

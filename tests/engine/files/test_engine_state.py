@@ -84,13 +84,16 @@ FROM_WEIGHTS = {
     "lora on conv1d": (2, "gpt2", {}, {"lora": {"rank": 3, "use_dora": True}}, {}),
 }
 """Ranks, model, engine and optimizer."""
-OF_LAYOUTS = {
-    **dict.fromkeys(("float16", "replicas", "shared experts", "shared experts of replicas"), pytest.mark.full),
+MARKS = {
+    **dict.fromkeys(
+        ("bf16 masters", "float16", "frozen", "replicas", "shared experts", "shared experts of replicas"),
+        pytest.mark.full,
+    ),
     "nf4": [pytest.mark.full, needs_integer_shards],
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=OF_LAYOUTS.get(kind, ())) for kind in FROM_WEIGHTS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, ())) for kind in FROM_WEIGHTS])
 def test_training_goes_on_from_weights_alone_as_if_the_optimizer_had_forgotten_its_states(run_ranks, tmp_path, kind):
     """With the learning rate of the step that comes, and the loss scale. Rounded are float32 masters to float16: the
     step that comes computes with that anyway."""
