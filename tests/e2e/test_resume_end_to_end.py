@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from shardwise.engine.files.state_files import StateIndex
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 6, 2
 LOGS = ("metrics.jsonl", "samples.jsonl")

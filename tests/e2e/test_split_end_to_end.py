@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SPLIT, AHEAD = ["rollout.placement=split"], ["rollout.placement=split", "rollout.max_staleness=1"]
 

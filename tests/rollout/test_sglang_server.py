@@ -14,7 +14,7 @@ from stubbed_sglang import open_engine, request
 
 from shardwise.config import ConfigError, TrainingError
 
-pytestmark = pytest.mark.usefixtures("sglang_stub")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_stub")]
 
 
 @pytest.fixture(scope="module")

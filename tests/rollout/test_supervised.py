@@ -28,6 +28,8 @@ from shardwise.rollout.shared_weights import packed
 from shardwise.transfer import WeightSyncError, sync_local
 from shardwise.types import GenerateRequest
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 CHILD = Path(__file__).parent / "stubborn_child.py"
 SECONDS = 60

@@ -152,7 +152,17 @@ def test_a_sender_that_fails_says_so_to_its_receivers(run, medium):
     assert received[1] == VERSION_IN_MID_SYNC[medium]
 
 
-@pytest.mark.parametrize("act", [kill_self, stop_self], ids=["killed", "stopped"])
+LOST = [
+    *(pytest.param(name, kill_self, id=f"{name}-killed") for name in MEDIA),
+    pytest.param("process group", stop_self, id="process group-stopped"),
+    *(
+        pytest.param(name, stop_self, id=f"{name}-stopped", marks=pytest.mark.full)
+        for name in ("shared memory", "disk")
+    ),
+]
+
+
+@pytest.mark.parametrize(("medium", "act"), LOST, indirect=["medium"])
 def test_trap_29_a_receiver_lost_in_mid_sync_is_named_within_the_timeout(run, medium, act):
     lost = partial(pull, before=on("experts", act), timeout_seconds=TIMEOUT_SECONDS)
     ends = [partial(push, timeout_seconds=TIMEOUT_SECONDS), lost, partial(pull, timeout_seconds=TIMEOUT_SECONDS)]
@@ -168,7 +178,7 @@ def test_trap_29_a_receiver_lost_in_mid_sync_is_named_within_the_timeout(run, me
     assert version is None
 
 
-@pytest.mark.parametrize("act", [kill_self, stop_self], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("medium", "act"), LOST, indirect=["medium"])
 def test_trap_29_a_sender_lost_in_mid_sync_is_named_and_no_receiver_commits(run, medium, act):
     ends = [partial(push, before=on("empty", act), timeout_seconds=TIMEOUT_SECONDS)]
     gone, *received = run(*ends, *2 * [partial(pull, timeout_seconds=TIMEOUT_SECONDS)])
