@@ -63,7 +63,9 @@ class AttentionBackend:
         """
         if self._implementation == "loop":
             return None
-        problem = varlen_problem(query, value, sinks=sinks)
+        problem = varlen_problem(query, value)
+        if problem is None and sinks is not None and self._implementation in FLASH_PACKAGES:
+            problem = "attention sinks"
         if problem is None and softcap is not None and self._implementation in ("auto", "varlen"):
             problem = "soft-capped scores"
         if problem is None and has_blocks:
@@ -99,8 +101,10 @@ def _flash_attention(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """A PackedKernel: the variable-length function of flash-attn 2 or 3."""
+    """A PackedKernel: the variable-length function of flash-attn 2 or 3, without sinks."""
+    assert sinks is None
     out = function(
         query.transpose(0, 1),
         key.transpose(0, 1),

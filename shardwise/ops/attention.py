@@ -4,24 +4,16 @@ Shapes: B rows, H query heads, K key/value heads (K divides H), Q query tokens, 
 d head dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from inspect import signature
 from itertools import accumulate, groupby
 from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from shardwise.uploads import to_device
-
-VARLEN_GROUPS_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether torch's kernel groups queries (from torch 2.12 on); if not, keys and values are repeated for it."""
-VARLEN_READS_CACHES = "seqused_k" in signature(varlen_attn).parameters
-"""Whether torch's kernel takes how many keys of each row are in use, as reading a cache needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +94,7 @@ class PackedKernel(Protocol):
         scaling: float | None,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor: ...
 
 
@@ -134,6 +127,8 @@ def attend(
         [B, H, Q, dv].
     """
     num_tokens = query.shape[2]
+    if causal and window is not None and chunk is None and num_tokens > 2 * max(window, _block_tokens(window)):
+        return _attend_by_blocks(query, key, value, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
     if causal and any(size is not None and num_tokens > size for size in (window, chunk)):
         position = torch.arange(num_tokens, device=query.device)
         mask, causal = seen_keys(position[:, None], position[None, :], window=window, chunk=chunk), False
@@ -158,6 +153,49 @@ def attend(
         return scores.softmax(dim=-1).to(value.dtype) @ value
     scores = torch.cat([scores, sinks.float().view(num_heads, -1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
+
+
+def _block_tokens(window: int) -> int:
+    """Tokens of a block of queries that are looked up together: a quarter of the window, in whole steps of 32."""
+    return -(-window // 128) * 32
+
+
+def _attend_by_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None,
+    window: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention in a window, as `attend`. Every block of queries is given the keys that one of them sees, so
+    time and memory grow with L * window instead of L * L: with a mask of all keys, torch computes every score."""
+    rows, num_tokens, block = query.shape[0], query.shape[2], _block_tokens(window)
+    count, num_before = -(-num_tokens // block), -(-(window - 1) // block)
+    rest = count * block - num_tokens
+
+    def blocks_of(tensor: Tensor, num_before: int) -> Tensor:
+        """[B, H, Q, d] -> [count, B * H, (num_before + 1) * block, d]"""
+        padded = F.pad(tensor, (0, 0, num_before * block, rest)).unflatten(2, (-1, block))
+        spans = [padded[:, :, first : first + count] for first in range(num_before + 1)]
+        return torch.cat(spans, dim=3).permute(2, 0, 1, 3, 4).flatten(1, 2)
+
+    starts = torch.arange(0, count * block, block, device=query.device)[:, None]
+    places = starts + torch.arange(-num_before * block, block, device=query.device)
+    own = places[:, num_before * block :]
+    seen = seen_keys(own[:, :, None], places[:, None], window=window, chunk=None) & (places >= 0)[:, None]
+    out = attend(
+        blocks_of(query, 0),
+        blocks_of(key, num_before),
+        blocks_of(value, num_before),
+        scaling=scaling,
+        softcap=softcap,
+        sinks=None if sinks is None else sinks.repeat(rows),
+        mask=seen[:, None],
+    )
+    return out.unflatten(1, (rows, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_tokens]
 
 
 def seen_keys(
@@ -211,13 +249,13 @@ def packed_attention(
         window, softcap, sinks: as in `attend`.
         chosen: for every run of the layout, bool [n, L, L], the keys that each query sees; None: all keys up to the
             query.
-        kernel: computes what `attend` would, but without sinks, blocks and `chosen`, and only if the value has the
-            query's head dim.
+        kernel: computes what `attend` would, but without blocks and `chosen`, and only if the value has the query's
+            head dim.
     Returns:
         [H, T, dv].
     """
     if kernel is not None:
-        return kernel(query, key, value, layout, scaling=scaling, window=window, softcap=softcap)
+        return kernel(query, key, value, layout, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
     sizes = [count * length for count, length in layout.runs]
     assert chosen is None or window is layout.blocks is None, "no family has both"
     outputs = []
@@ -233,88 +271,3 @@ def packed_attention(
         out = attend(*dense, scaling=scaling, softcap=softcap, sinks=sinks, **options)
         outputs.append(out.transpose(0, 1).flatten(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-
-def varlen_problem(query: Tensor, value: Tensor, *, sinks: Tensor | None) -> str | None:
-    """Names what keeps the variable-length FlashAttention from computing these tensors; None: nothing does."""
-    problems = {
-        "tensors on the CPU": not query.is_cuda,
-        "tensors on a GPU older than Ampere": query.is_cuda and torch.cuda.get_device_capability() < (8, 0),
-        "float32 (set engine.param_dtype=bfloat16)": query.dtype == torch.float32,
-        "a head dim over 256 or not a multiple of 8": query.shape[-1] > 256 or query.shape[-1] % 8 != 0,
-        "attention sinks": sinks is not None,
-        "a value head dim other than the query's": query.shape[-1] != value.shape[-1],
-    }
-    return next((problem for problem, is_present in problems.items() if is_present), None)
-
-
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    *,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """A PackedKernel: torch's own variable-length FlashAttention; half precision on CUDA, without softcap."""
-    assert softcap is None
-    kernel: Callable[..., Any] = varlen_attn
-    if (num_groups := query.shape[0] // key.shape[0]) > 1:
-        if VARLEN_GROUPS_QUERIES:
-            kernel = partial(varlen_attn, enable_gqa=True)
-        else:
-            key, value = (x.repeat_interleave(num_groups, dim=0) for x in (key, value))
-    out: Tensor = kernel(
-        query.transpose(0, 1),
-        key.transpose(0, 1),
-        value.transpose(0, 1),
-        layout.cu_seqlens,
-        layout.cu_seqlens,
-        layout.max_length,
-        layout.max_length,
-        scale=scaling,
-        window_size=(-1, 0) if window is None else (window - 1, 0),  # the kernel does not count the token itself
-    )
-    return out.transpose(0, 1)
-
-
-def varlen_decode_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    *,
-    longest: int,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    """Attends from one new token of every row to the keys that the cache holds for that row, and to nothing else. Uses
-    torch's own variable-length FlashAttention, which needs VARLEN_READS_CACHES.
-
-    Args:
-        query: [B, H, 1, d].
-        keys, values: [B, K, C, d], with the heads of a token beside each other in memory ([B, C, K, d] contiguous).
-        lengths: [B] int32, number of tokens in each row, the new one last; each at most `longest`.
-        scaling, window: as in `attend`.
-    Returns:
-        [B, H, 1, d].
-    """
-    num_rows, num_kv_heads, capacity, _ = keys.shape
-    rows = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device)
-    kernel: Callable[..., Any] = varlen_attn
-    out: Tensor = kernel(
-        query[:, :, 0],
-        keys.transpose(1, 2).flatten(0, 1),
-        values.transpose(1, 2).flatten(0, 1),
-        rows,
-        rows * capacity,
-        1,
-        longest,
-        scale=scaling,
-        window_size=(-1, -1) if window is None else (window - 1, 0),  # the kernel does not count the token itself
-        enable_gqa=query.shape[1] != num_kv_heads,
-        seqused_k=lengths,
-    )
-    return out[:, :, None]

@@ -36,7 +36,6 @@ from shardwise.ops import (
     VARLEN_READS_CACHES,
     PackedLayout,
     attend,
-    packed_attention,
     seen_among_blocks,
     seen_keys,
     varlen_attention,
@@ -213,7 +212,7 @@ class KVCache:
         chosen = None if choice is None else choice.once(self._chosen_keys)
         assert chosen is None or window is chunk is None, "no family has both"
         fits = VARLEN_READS_CACHES and chunk is None and softcap is None and choice is None
-        is_varlen = fits and varlen_problem(query, value, sinks=sinks) is None
+        is_varlen = fits and varlen_problem(query, value) is None
         kernels = self._kernels if choice is None else None
         # Our kernels read only what was written. Others may read beyond it, and a mask does not keep that out: NaN
         # times a weight of 0 is NaN.
@@ -228,8 +227,8 @@ class KVCache:
                 return _attend_among_blocks(
                     query, key, value, self._blocks, scaling=scaling, window=window, softcap=softcap, sinks=sinks
                 )
-            if is_varlen and window is not None and window < key.shape[2]:
-                return _attend_in_window(query, key, value, scaling=scaling, window=window)
+            if is_varlen and (sinks is not None or (window is not None and window < key.shape[2])):
+                return _attend_as_pack(query, key, value, scaling=scaling, window=window, sinks=sinks)
             if chosen is not None:
                 return attend(query, key, value, mask=chosen, scaling=scaling, softcap=softcap, sinks=sinks)
             return attend(query, key, value, causal=True, sinks=sinks, **options)
@@ -240,7 +239,14 @@ class KVCache:
         keys, values = keys[: len(key)], values[: len(key)]
         if is_varlen:
             return varlen_decode_attention(
-                query, keys, values, self._lengths, longest=self._span, scaling=scaling, window=window
+                query,
+                keys,
+                values,
+                self._lengths,
+                longest=self._span,
+                scaling=scaling,
+                window=window,
+                sinks=sinks,
             )
         num_rows, num_kv_heads, _, head_dim = key.shape
         out = attend(
@@ -399,14 +405,15 @@ def _attend_among_blocks(
     return torch.cat(out)
 
 
-def _attend_in_window(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int) -> Tensor:
-    """Computes the same as `ops.attend`, [P, H, L, d] -> [P, H, L, d], in one variable-length FlashAttention call.
-    Elsewhere a window is a mask, for which torch has no kernel with grouped queries, so all scores [P, H, L, L] would
-    be in memory."""
+def _attend_as_pack(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Computes the same as `ops.attend`, [P, H, L, d] -> [P, H, L, d], in one variable-length FlashAttention call,
+    which holds no scores in memory. The kernels behind `ops.attend` have no sinks, and with a mask group no queries."""
     count, _, length, _ = query.shape
     layout = PackedLayout.of_one_length(count, length, device=query.device)
     query, key, value = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (query, key, value))
-    out = packed_attention(query, key, value, layout, scaling=scaling, window=window, kernel=varlen_attention)
+    out = varlen_attention(query, key, value, layout, scaling=scaling, window=window, softcap=None, sinks=sinks)
     return out.unflatten(1, (count, length)).transpose(0, 1)
 
 

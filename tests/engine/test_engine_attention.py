@@ -21,7 +21,7 @@ from shardwise.engine.attention import (
 )
 from shardwise.ops import PackedLayout, packed_attention, varlen_attention
 
-LENGTHS = [11, 6, 6, 2, 1]
+LENGTHS = [11, 6, 6, 70, 2, 1]
 
 
 def layout_of(lengths):
@@ -80,7 +80,7 @@ def test_a_batch_with_blocks_is_masked_and_one_without_goes_to_the_kernel(monkey
         return packed_attention(query, key, value, layout, **settings)
 
     backend._kernel = counting
-    monkeypatch.setattr("shardwise.engine.attention.varlen_problem", lambda *tensors, sinks: None)
+    monkeypatch.setattr("shardwise.engine.attention.varlen_problem", lambda *_tensors: None)
     found, causal = [], nn.Module()
     causal.config = SimpleNamespace(model_type="gemma4_text", layer_types=["full_attention"])
     causal.layer_idx = 0
@@ -221,7 +221,7 @@ def test_kernel_is_used_where_it_can_and_refused_where_it_was_asked_for_and_cann
     capability = arguments.pop("capability", AMPERE)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     flash = implementation.startswith("flash")
-    if problem is None or (flash and problem == "soft-capped scores"):
+    if problem is None or problem == ("soft-capped scores" if flash else "attention sinks"):
         kernel = backend.kernel(**arguments)
         assert (kernel is None) == (implementation == "loop")
         assert (kernel is varlen_attention) == (implementation in ("auto", "varlen"))

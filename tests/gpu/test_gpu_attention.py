@@ -5,7 +5,14 @@ import torch
 from small_gpu_model import LOSSES, loss_and_gradient, relative_error, save_model
 
 from shardwise.engine.attention import FLASH_PACKAGES
-from shardwise.ops import VARLEN_READS_CACHES, attend, varlen_decode_attention
+from shardwise.ops import (
+    VARLEN_READS_CACHES,
+    PackedLayout,
+    attend,
+    packed_attention,
+    varlen_attention,
+    varlen_decode_attention,
+)
 from shardwise.rollout.kv_cache import KVCache
 
 BFLOAT16 = "param_dtype=bfloat16"
@@ -42,19 +49,51 @@ def test_kernels_are_as_close_to_float32_as_the_loop_is(tmp_path, device, implem
     assert relative_error(kernel, exact) < max(1.5 * relative_error(loop, exact), 0.01) < 0.1
 
 
+@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_sinks_are_computed_by_the_kernel_and_without_all_scores(device, kv_heads, window):
+    """Output and gradients in bfloat16 against the loop in float32, as near as the loop in bfloat16."""
+    torch.manual_seed(0)
+    lengths = [2048, 300, 1, 700]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    layout = PackedLayout.from_cu_seqlens(cu_seqlens, device=device)
+    inputs = [torch.randn(heads, sum(lengths), 64, device=device) for heads in (8, kv_heads, kv_heads)]
+    inputs = [x.bfloat16().float() for x in (*inputs, torch.linspace(-2, 3, 8, device=device))]
+    weights = torch.randn(8, sum(lengths), 64, device=device).bfloat16().float()
+
+    def found(dtype, kernel):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        settings = {"scaling": 0.3, "window": window, "softcap": None, "sinks": leaves[3]}
+        out = packed_attention(*leaves[:3], layout, **settings, kernel=kernel)
+        (out * weights.to(dtype)).sum().backward()
+        peak = torch.accelerator.max_memory_allocated(device) - before
+        return [x.float() for x in (out.detach(), *(leaf.grad for leaf in leaves))], peak
+
+    exact, _ = found(torch.float32, None)
+    loop, _ = found(torch.bfloat16, None)
+    kernel, peak = found(torch.bfloat16, varlen_attention)
+    for ours, theirs, right in zip(kernel, loop, exact, strict=True):
+        assert relative_error(ours, right) < max(1.5 * relative_error(theirs, right), 0.01) < 0.1
+    assert peak < 2 * 8 * 2048 * 2048  # of one sequence's scores in bfloat16
+
+
 @pytest.mark.skipif(not VARLEN_READS_CACHES, reason="this torch cannot tell its kernel how many keys a row has")
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 32])
 @pytest.mark.parametrize(("kv_heads", "dim"), [(8, 64), (2, 128)])
-def test_a_decode_step_reads_the_tokens_of_each_row(device, window, kv_heads, dim):
+def test_a_decode_step_reads_the_tokens_of_each_row(device, window, kv_heads, dim, has_sinks):
     torch.manual_seed(0)
     query = torch.randn(5, 8, 1, dim, device=device)
     keys, values = (torch.randn(5, 300, kv_heads, dim, device=device).transpose(1, 2) for _ in range(2))
     lengths = torch.tensor([1, 300, 17, 64, 257], dtype=torch.int32, device=device)
     places = torch.arange(300, device=device)
     seen = (places < lengths[:, None]) & (places >= lengths[:, None] - (window or 300))
-    expected = attend(query, keys, values, scaling=0.1, mask=seen[:, None, None])
+    sinks = torch.linspace(-2, 3, 8, device=device) if has_sinks else None
+    expected = attend(query, keys, values, scaling=0.1, mask=seen[:, None, None], sinks=sinks)
     half = [tensor.bfloat16() for tensor in (query, keys, values)]
-    found = varlen_decode_attention(*half, lengths, longest=300, scaling=0.1, window=window)
+    found = varlen_decode_attention(*half, lengths, longest=300, scaling=0.1, window=window, sinks=sinks)
     torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
 
 

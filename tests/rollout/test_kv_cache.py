@@ -8,16 +8,17 @@ from stand_in_kernels import varlen_over_caches, varlen_over_packs
 from torch import nn
 
 from shardwise.config import ModelError
-from shardwise.ops import VARLEN_READS_CACHES, attend, attention
+from shardwise.ops import VARLEN_READS_CACHES, attend, attention, varlen
 from shardwise.rollout import kv_cache
 from shardwise.rollout.decode_kernels import DecodeKernels
 from shardwise.rollout.kv_cache import CacheSize, KVCache, _cached_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 3
 OPTIONS = {"scaling": 0.7, "softcap": None, "window": None, "chunk": None}
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 
 
-def attention_by_hand(query, keys, values, *, window, softcap, chunk=None):
+def attention_by_hand(query, keys, values, *, window, softcap, chunk=None, sinks=None):
     """query [H, d] of the last position, keys and values [L, K, d] -> [H, d], in Python loops."""
     length = len(keys)
     first = 0 if window is None else max(0, length - window)
@@ -29,7 +30,7 @@ def attention_by_hand(query, keys, values, *, window, softcap, chunk=None):
         scores = [float(query[head] @ keys[place, kv]) * 0.7 for place in range(first, length)]
         if softcap is not None:
             scores = [softcap * math.tanh(score / softcap) for score in scores]
-        total = sum(math.exp(score) for score in scores)
+        total = sum(math.exp(score) for score in scores) + (0 if sinks is None else math.exp(sinks[head]))
         for place, score in zip(range(first, length), scores, strict=True):
             out[head] += math.exp(score) / total * values[place, kv]
     return out
@@ -99,7 +100,7 @@ def stand_in_kernels(monkeypatch):
         return stand_in(*tensors, **options)
 
     monkeypatch.setattr(kv_cache, "varlen_problem", lambda *_tensors, **_options: None)
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
     return calls
 
 
@@ -137,13 +138,17 @@ def test_tokens_of_a_block_see_each_other_while_a_prompt_is_read_and_never_after
 
 @pytest.mark.usefixtures("memory_begins_as_nan")
 @pytest.mark.parametrize("kernels", ["torch", "own", "varlen"])
-@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(
+    ("softcap", "sinks"), [(None, None), (1.5, None), (None, SINKS)], ids=["-", "softcap", "sinks"]
+)
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (3, None), (None, 4)])
-def test_decoding_from_the_cache_equals_attention_over_everything_seen(monkeypatch, window, chunk, softcap, kernels):
+def test_decoding_from_the_cache_equals_attention_over_everything_seen(
+    monkeypatch, window, chunk, softcap, sinks, kernels
+):
     """Unequal prompts, one of them in two rows, later admissions and a removed row."""
     calls = stand_in_kernels(monkeypatch) if kernels == "varlen" else {"caches": []}
-    seen = {"softcap": softcap, "window": window, "chunk": chunk}
-    options = {"scaling": 0.7, "sinks": None, **seen}
+    seen = {"softcap": softcap, "window": window, "chunk": chunk, "sinks": sinks}
+    options = {"scaling": 0.7, **seen}
     own = DecodeKernels() if kernels == "own" else None
     cache = KVCache(num_rows=NUM_ROWS + 2, capacity_tokens=16, device=torch.device("cpu"), kernels=own)
     a, b, late = Sequence(5, 0), Sequence(2, 1), Sequence(4, 2)
@@ -176,8 +181,11 @@ def test_decoding_from_the_cache_equals_attention_over_everything_seen(monkeypat
 @pytest.mark.skipif(not VARLEN_READS_CACHES, reason="this torch cannot tell its kernel how many keys a row has")
 @pytest.mark.parametrize("length", [1, 4, 5, 12])
 @pytest.mark.parametrize("window", [None, 1, 4])
-def test_prompts_longer_than_the_window_are_read_as_a_pack_and_without_a_mask(monkeypatch, window, length):
-    """A mask leaves torch the kernel that holds every score at once."""
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["-", "sinks"])
+def test_prompts_longer_than_the_window_or_with_sinks_are_read_as_a_pack_and_without_a_mask(
+    monkeypatch, sinks, window, length
+):
+    """A mask leaves torch the kernel that holds every score at once, and sinks leave none."""
     calls = stand_in_kernels(monkeypatch)
     masks = []
     dense = attention.F.scaled_dot_product_attention
@@ -194,10 +202,10 @@ def test_prompts_longer_than_the_window_are_read_as_a_pack_and_without_a_mask(mo
     ]
     cache = KVCache(num_rows=3, capacity_tokens=16, device=torch.device("cpu"))
     cache.begin_prefill(torch.arange(3), [length] * 3)
-    found = cache.attend(0, *prompts, **OPTIONS | {"window": window})
+    found = cache.attend(0, *prompts, **OPTIONS | {"window": window, "sinks": sinks})
     assert all(mask is None for mask in masks)
-    assert len(calls["packs"]) == (window is not None and length > window)
-    expected = attend(*prompts, scaling=0.7, causal=True, window=window)
+    assert len(calls["packs"]) == (sinks is not None or (window is not None and length > window))
+    expected = attend(*prompts, scaling=0.7, causal=True, window=window, sinks=sinks)
     torch.testing.assert_close(found, expected)
     assert found.transpose(1, 2).shape == (3, length, HEADS, DIM)
 
