@@ -16,8 +16,9 @@ with its own copy of the prompt's keys. The aim is 0.5 at 64 rows.
 
 Before a model is measured, greedy tokens in float32 have to equal those of model.generate, and logprobs in float32
 those of a forward pass without a cache; in bfloat16 logprobs have to be about as near to those of the same weights in
-float32 as a bfloat16 forward pass is. A cell that runs out of memory is reported as such. Needs torch, transformers,
-pydantic, safetensors, pyyaml and xxhash.
+float32 as a bfloat16 forward pass is; where they are not, the cells are measured, and the program fails in the end. A
+cell that fails or runs out of memory is reported as such, and the figures so far are written after each. Needs torch,
+transformers, pydantic, safetensors, pyyaml and xxhash.
 """
 
 import argparse
@@ -25,8 +26,9 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from benchmarks.cells import attempted, exit_if_any_failed, state_of
 from benchmarks.gpu_train import best_rate, device_name, matmul_rate, peak_memory
 from benchmarks.harness import paired_ratios, report
 from benchmarks.limits import QWEN3, ModelShape
@@ -147,7 +150,7 @@ def check_equal(shape: ModelShape, device: torch.device, dtype: torch.dtype, *, 
         The share of equal greedy tokens before the first that differs; the largest and the mean error of logprobs, and
         the mean error of those of transformers in the same dtype.
     Raises:
-        SystemExit: tokens part in float32, or logprobs are further off than rounding explains.
+        RuntimeError: tokens part in float32, or logprobs are further off than rounding explains.
     """
     model = build_model(shape, device, dtype)
     exact = model if dtype == torch.float32 else copy.deepcopy(model).float()
@@ -176,7 +179,7 @@ def check_equal(shape: ModelShape, device: torch.device, dtype: torch.dtype, *, 
     parted = dtype == torch.float32 and found["greedy_equal_share"] < 1
     allowed = MAX_LOGPROB_ERROR + MAX_ROUNDING * found["transformers_mean_error"]
     if parted or not found["logprob_mean_error"] <= allowed:
-        raise SystemExit(f"the engine does not compute what the model does, in {dtype}: {found}")
+        raise RuntimeError(f"the engine does not compute what the model does, in {dtype}: {found}")
     return found
 
 
@@ -240,13 +243,13 @@ def measure(
     """One turn of one side, again where something else on the machine took longer than the decoding.
 
     Raises:
-        SystemExit: the first token alone took longer than all tokens, every time.
+        RuntimeError: the first token alone took longer than all tokens, every time.
     """
     for _ in range(MAX_DISTURBED):
         taken = Times(timed(device, side, prompts, 1), timed(device, side, prompts, new_tokens))
         if taken.decoding > 0:
             return taken
-    raise SystemExit(
+    raise RuntimeError(
         f"{MAX_DISTURBED} times in a row {new_tokens} tokens took no longer than the first of them: the machine is "
         "busy, or --new-tokens is too small to be told from noise"
     )
@@ -291,16 +294,15 @@ def run_cell(cell: Cell, model: PreTrainedModel, *, rounds: int, compile_decode:
 def attempt(
     cell: Cell, model: PreTrainedModel, args: argparse.Namespace, *, bandwidth: float, flops: float
 ) -> dict[str, Any]:
-    """The figures of a cell beside the bound; or that it ran out of memory."""
+    """The figures of a cell beside the bound; or that it failed or ran out of memory."""
     least = cell.shape.decode_seconds(
         cell.rows, cell.contexts, bytes_per_second=bandwidth, flops_per_second=flops
     ) / len(cell.contexts)
     figures: dict[str, Any] = {"bound_step_ms": round(1000 * least, 4)}
-    try:
-        figures |= run_cell(cell, model, rounds=args.rounds, compile_decode=args.compile_decode)
-    except torch.OutOfMemoryError:
-        return figures | {"out_of_memory": True}
-    return figures | {"bound": round(1000 * least / figures["ours_step_ms"], 4)}
+    figures |= attempted(lambda: run_cell(cell, model, rounds=args.rounds, compile_decode=args.compile_decode))
+    if "ours_step_ms" in figures:
+        figures["bound"] = round(1000 * least / figures["ours_step_ms"], 4)
+    return figures
 
 
 @torch.no_grad()
@@ -320,28 +322,30 @@ def memory_rate(device: torch.device, *, seconds: float) -> float:
     return best
 
 
-def run_model(
-    name: str, args: argparse.Namespace, device: torch.device, *, bandwidth: float, flops: float
-) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
-    """Checks a model and measures its cells, as far as time is left."""
-    shape = QWEN3[name]
+def checks(shape: ModelShape, args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+    """What `check_equal` finds in each dtype, or why it fails."""
     agreement = {}
     for dtype in CHECKED_DTYPES:
-        agreement[str(dtype)] = check_equal(shape, device, dtype, num_tokens=args.check_tokens)
+        agreement[str(dtype)] = attempted(partial(check_equal, shape, device, dtype, num_tokens=args.check_tokens))
         free(device)
-    print(f"{name}: {agreement}", flush=True)
-    model = build_model(shape, device, torch.bfloat16)
-    results: dict[str, dict[str, Any]] = {}
+    return agreement
+
+
+def run_cells(
+    name: str, args: argparse.Namespace, device: torch.device, *, bandwidth: float, flops: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measures a model's cells, as far as time is left."""
+    model = build_model(QWEN3[name], device, torch.bfloat16)
     for rows in args.rows:
         group_size = min(args.group_size, rows)
         cell = Cell(name, rows - rows % group_size, group_size, args.prompt_tokens, args.new_tokens)
         if time.monotonic() - args.started > args.budget_seconds:
-            results[cell.name] = {"skipped": "no time left"}
+            yield cell.name, {"skipped": "no time left"}
             continue
-        results[cell.name] = attempt(cell, model, args, bandwidth=bandwidth, flops=flops)
+        figures = attempt(cell, model, args, bandwidth=bandwidth, flops=flops)
         free(device)
-        print_table({cell.name: results[cell.name]})
-    return agreement, results
+        print_table({cell.name: figures})
+        yield cell.name, figures
 
 
 def free(device: torch.device) -> None:
@@ -356,10 +360,9 @@ COLUMNS = ("bound", "ratio", "ratio_with_prompts", "ours_tokens_per_second", "ou
 
 def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:
     for name, figures in results.items():
-        state = "out of memory" if "out_of_memory" in figures else figures.get("skipped", "")
         shown = {key: value["median"] if isinstance(value, dict) else value for key, value in figures.items()}
         row = " ".join(f"{shown.get(column, ''):>23}" for column in (*COLUMNS, "bound_step_ms"))
-        memory = shown.get("ours_peak_allocated_gib", shown.get("ours_peak_process_gib", state))
+        memory = shown.get("ours_peak_allocated_gib", shown.get("ours_peak_process_gib", state_of(figures)))
         print(f"{name:12} {row} {memory:>13}", flush=True)
 
 
@@ -401,14 +404,32 @@ def main() -> None:
     free(device)
     print(f"{device_name(device)}: memory {bandwidth / 1e9:.4g} GB/s, matrix product {flops / 1e12:.3g} TFLOP/s")
     print_header()
-    agreement: dict[str, dict[str, dict[str, float]]] = {}
+    rates = {"memory_gigabytes_per_second": round(bandwidth / 1e9, 1), "matmul_teraflops": round(flops / 1e12, 3)}
+    agreement: dict[str, dict[str, dict[str, Any]]] = {}
     results: dict[str, dict[str, Any]] = {}
     for name in args.models:
-        agreement[name], found = run_model(name, args, device, bandwidth=bandwidth, flops=flops)
-        results |= found
+        agreement[name] = checks(QWEN3[name], args, device)
+        print(f"{name}: {agreement[name]}", flush=True)
+        for cell, figures in run_cells(name, args, device, bandwidth=bandwidth, flops=flops):
+            results[cell] = figures
+            report_cells(results, agreement, args, device, rates, quiet=True)
     print("\nAll cells:")
     print_header()
     print_table(results)
+    report_cells(results, agreement, args, device, rates)
+    checked = {f"{name} in {dtype}": found for name, each in agreement.items() for dtype, found in each.items()}
+    exit_if_any_failed(results | checked)
+
+
+def report_cells(
+    results: Mapping[str, Mapping[str, Any]],
+    agreement: Mapping[str, Any],
+    args: argparse.Namespace,
+    device: torch.device,
+    rates: Mapping[str, float],
+    *,
+    quiet: bool = False,
+) -> None:
     measured = {name: figures for name, figures in results.items() if "bound" in figures}
     ratios = {f"bound/{name}": figures["bound"] for name, figures in measured.items()}
     ratios |= {f"generate/{name}": figures["ratio"]["median"] for name, figures in measured.items()}
@@ -417,19 +438,17 @@ def main() -> None:
         for name, figures in measured.items()
         if "ours_peak_allocated_gib" in figures
     }
+    settings = ("group_size", "prompt_tokens", "new_tokens", "rounds", "compile_decode", "check_tokens")
     values = {
         "device": device_name(device),
-        "memory_gigabytes_per_second": round(bandwidth / 1e9, 1),
-        "matmul_teraflops": round(flops / 1e12, 3),
+        **rates,
         "aim": {"bound": AIM, "rows": 64},
-        "settings": {
-            key: getattr(args, key)
-            for key in ("group_size", "prompt_tokens", "new_tokens", "rounds", "compile_decode", "check_tokens")
-        },
-        "agreement": agreement,
-        "cells": results,
+        "settings": {key: getattr(args, key) for key in settings},
+        "agreement": dict(agreement),
+        "cells": dict(results),
     }
-    report("gpu_rollout", ratios=ratios, memory_ratios=memory, values=values, write=not args.no_write, out=args.out)
+    write = not args.no_write
+    report("gpu_rollout", ratios=ratios, memory_ratios=memory, values=values, write=write, out=args.out, quiet=quiet)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ options that the memory formulas of limits.py say are enough; --option overrides
 
 MFU is exact model FLOPs (causal attention over each document, nothing computed twice counted) divided by the best rate
 of a bfloat16 matrix product that this run measured, so 1.0 cannot be reached. Times are medians of steps, split by
-events on the device's own stream. A cell that runs out of memory is reported as such. Needs torch, transformers,
+events on the device's own stream. A cell that fails or runs out of memory is reported as such, and the figures so far
+are written after each. Needs torch, transformers,
 pydantic, safetensors, pyyaml and nothing else.
 """
 
@@ -33,6 +34,7 @@ from torch.autograd import DeviceType
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.cells import attempted, exit_if_any_failed, state_of
 from benchmarks.harness import report
 from benchmarks.limits import QWEN3, ModelShape
 from benchmarks.peers.lockstep import memory_bytes
@@ -266,7 +268,7 @@ def matmul_rate(device: torch.device, *, seconds: float) -> float:
 def attempt(
     cell: Cell, extra: Sequence[str], device: torch.device, *, rate: float, memory: float, max_steps: int
 ) -> dict[str, Any]:
-    """The figures of a cell, and what the formulas say; or that it ran out of memory, or would."""
+    """The figures of a cell, and what the formulas say; or that it failed or ran out of memory, or would."""
     shape = QWEN3[cell.model]
     options = [*default_options(shape, cell.num_tokens, memory), *cell.variant, *extra]
     estimate = shape.estimated_bytes(engine_config(options), cell.num_tokens)
@@ -278,13 +280,10 @@ def attempt(
     if estimate > memory:  # it would cost its time, and fail in the first optimizer step
         return figures | {"out_of_memory": True}
     num_steps = max(2, min(max_steps, int(CELL_SECONDS / expected_seconds(cell, rate))))
-    try:
-        measured = run_cell(cell, options, device, num_steps=num_steps)
-    except torch.OutOfMemoryError:
-        measured = {"out_of_memory": True}
-    else:
-        measured["mfu"] = round(cell.flops / (measured["step_ms"] / 1000) / rate, 4)
-    return figures | measured
+    figures |= attempted(lambda: run_cell(cell, options, device, num_steps=num_steps))
+    if "step_ms" in figures:
+        figures["mfu"] = round(cell.flops / (figures["step_ms"] / 1000) / rate, 4)
+    return figures
 
 
 def expected_seconds(cell: Cell, rate: float) -> float:
@@ -294,22 +293,21 @@ def expected_seconds(cell: Cell, rate: float) -> float:
 
 def run_cells(
     chosen: Sequence[Cell], args: argparse.Namespace, device: torch.device, *, rate: float
-) -> dict[str, dict[str, Any]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every cell for which time is left, one after the other."""
     deadline = args.started + args.budget_seconds
     memory = memory_of(device)
-    results = {}
     for cell in chosen:
         if time.monotonic() + CELL_SECONDS + 5 * expected_seconds(cell, rate) > deadline:
-            results[cell.name] = {"skipped": "no time left"}
+            yield cell.name, {"skipped": "no time left"}
             continue
-        results[cell.name] = attempt(cell, args.option, device, rate=rate, memory=memory, max_steps=args.steps)
-        print_table({cell.name: results[cell.name]})
+        figures = attempt(cell, args.option, device, rate=rate, memory=memory, max_steps=args.steps)
+        print_table({cell.name: figures})
+        yield cell.name, figures
         gc.collect()  # FSDP's units and their hooks hold each other
         torch._dynamo.reset()
         if device.type != "cpu":
             torch.cuda.empty_cache()
-    return results
 
 
 def memory_of(device: torch.device) -> int:
@@ -324,8 +322,7 @@ COLUMNS = ("mfu", "tokens_per_second", "step_ms", "forward_ms", "backward_ms", "
 
 def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:
     for name, figures in results.items():
-        state = "out of memory" if "out_of_memory" in figures else figures.get("skipped", "")
-        memory = figures.get("peak_allocated_gib", figures.get("peak_process_gib", state))
+        memory = figures.get("peak_allocated_gib", figures.get("peak_process_gib", state_of(figures)))
         row = " ".join(f"{figures.get(column, ''):>12}" for column in COLUMNS)
         options = " ".join(figures.get("options", ["param_dtype=bfloat16"])[1:])
         print(f"{name:44} {row} {memory:>13} {figures.get('peak_reserved_gib', ''):>9}  {options}", flush=True)
@@ -358,17 +355,33 @@ def main() -> None:
         raise SystemExit("no GPU here; --device cpu --models tiny runs the same path on a CPU")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.manual_seed(0)
+    results: dict[str, dict[str, Any]] = {}
     with process_group(Rank.from_environment(), device_type=device.type, timeout_seconds=600):
         rate = matmul_rate(device, seconds=args.matmul_seconds)
         print(f"{device_name(device)}: best bfloat16 matrix product {rate / 1e12:.3g} TFLOP/s", flush=True)
         print_header()
-        results = run_cells(list(cells(args.models, args.tokens)), args, device, rate=rate)
+        for name, figures in run_cells(list(cells(args.models, args.tokens)), args, device, rate=rate):
+            results[name] = figures
+            report_cells(results, args, device, rate=rate, quiet=True)
     print("\nAll cells:")
     print_header()
     print_table(results)
-    values = {"device": device_name(device), "matmul_teraflops": round(rate / 1e12, 3), "cells": results}
+    report_cells(results, args, device, rate=rate)
+    exit_if_any_failed(results)
+
+
+def report_cells(
+    results: Mapping[str, Mapping[str, Any]],
+    args: argparse.Namespace,
+    device: torch.device,
+    *,
+    rate: float,
+    quiet: bool = False,
+) -> None:
+    values = {"device": device_name(device), "matmul_teraflops": round(rate / 1e12, 3), "cells": dict(results)}
     mfu = {f"mfu/{name}": figures["mfu"] for name, figures in results.items() if "mfu" in figures}
-    report("gpu_train", ratios=mfu, memory_ratios={}, values=values, write=not args.no_write, out=args.out)
+    write = not args.no_write
+    report("gpu_train", ratios=mfu, memory_ratios={}, values=values, write=write, out=args.out, quiet=quiet)
 
 
 def device_name(device: torch.device) -> str:

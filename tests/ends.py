@@ -5,6 +5,7 @@
 Every function gets `join(medium class, **options)`, which joins the medium with this end's rank.
 """
 
+import multiprocessing
 import os
 import signal
 import time
@@ -28,7 +29,8 @@ class Died(Exception):
 def run_ends(functions: list[Callable[..., Any]], folder: Path, *, timeout_seconds: float = 60.0) -> list[Any]:
     """Runs functions[0] as the sender and the others as receivers. Returns results, or the exceptions that were raised
     (Died where a process was killed). Stopped processes are killed once the others have answered."""
-    context = fork_server()
+    # bitsandbytes looks at the GPU as it is imported, and a process that has cannot be forked for one.
+    context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else fork_server()
     store = str(folder / f"store-{time.monotonic_ns()}")
     pipes = [context.Pipe() for _ in functions]
     processes = [

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from shardwise.uploads import to_device
 
+_QUERY_BLOCK = 256
+"""Queries whose scores exist at a time; twice as many take as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
@@ -127,15 +130,17 @@ def attend(
         [B, H, Q, dv].
     """
     num_tokens = query.shape[2]
-    if causal and window is not None and chunk is None and num_tokens > 2 * max(window, _block_tokens(window)):
-        return _attend_by_blocks(query, key, value, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    if causal and window is not None and chunk is None and num_tokens > 2 * max(window, _window_block(window)):
+        return _attend_in_window(query, key, value, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    is_plain = softcap is None and sinks is None
+    if causal and window is chunk is None and not is_plain and num_tokens > 2 * _QUERY_BLOCK:
+        out: Tensor = _BlockByBlock.apply(query, key, value, sinks, scaling, softcap)
+        return out
     if causal and any(size is not None and num_tokens > size for size in (window, chunk)):
         position = torch.arange(num_tokens, device=query.device)
         mask, causal = seen_keys(position[:, None], position[None, :], window=window, chunk=chunk), False
     num_heads, num_groups = query.shape[1], query.shape[1] // key.shape[1]
-    is_plain = softcap is None and sinks is None
-    # torch's kernels for CUDA that take a mask group no queries; asked to, torch would hold all scores instead.
-    is_grouped = is_plain and not (query.is_cuda and mask is not None) and num_groups > 1
+    is_grouped = is_plain and num_groups > 1 and _is_kernel_grouping(query, value, mask)
     if num_groups > 1 and not is_grouped:
         key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
     if is_plain:
@@ -155,12 +160,69 @@ def attend(
     return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
 
 
-def _block_tokens(window: int) -> int:
+def _is_kernel_grouping(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch has a kernel that groups queries as they are; asked to where it has none, it would hold all scores.
+    On CUDA only FlashAttention does."""
+    is_flash = mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256
+    return is_flash or not query.is_cuda
+
+
+class _BlockByBlock(torch.autograd.Function):
+    """Causal attention, as `attend`, for a block of queries at a time, whose scores backward computes again: no kernel
+    of torch's has soft caps or sinks, so scores are tensors, in float32, of which autograd would keep several."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        scaling: float | None,
+        softcap: float | None,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, *(() if sinks is None else (sinks,)))
+        ctx.options = {"scaling": scaling, "softcap": softcap}
+        outputs = []
+        for at, block in enumerate(query.split(_QUERY_BLOCK, dim=2)):
+            outputs.append(_attend_last(block, *_up_to(at, key, value), sinks=sinks, **ctx.options))
+        return torch.cat(outputs, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs: tuple[Tensor, ...] = ctx.saved_tensors
+        query, key, value, *sinks = inputs
+        sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
+        blocks = [tensor.split(_QUERY_BLOCK, dim=2) for tensor in (query, sums[0], gradients[0])]
+        for at, (block, of_block, gradient) in enumerate(zip(*blocks, strict=True)):
+            leaves = [x.detach().requires_grad_() for x in (block, *_up_to(at, key, value), *sinks)]
+            with torch.enable_grad():
+                out = _attend_last(*leaves[:3], sinks=leaves[3] if sinks else None, **ctx.options)
+            parts = torch.autograd.grad(out, leaves, gradient)
+            for total, part in zip((of_block, *_up_to(at, sums[1], sums[2]), *sums[3:]), parts, strict=True):
+                total += part
+        of_inputs = [total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
+        return *of_inputs, *([] if sinks else [None]), None, None
+
+
+def _up_to(block: int, *tensors: Tensor) -> list[Tensor]:
+    """Keys or values [B, K, L, d] that the queries of a block see."""
+    return [tensor[:, :, : (block + 1) * _QUERY_BLOCK] for tensor in tensors]
+
+
+def _attend_last(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Causal attention of the last queries of a sequence."""
+    place = torch.arange(key.shape[2], device=key.device)
+    seen = seen_keys(place[-query.shape[2] :, None], place, window=None, chunk=None)
+    return attend(query, key, value, mask=seen, **options)
+
+
+def _window_block(window: int) -> int:
     """Tokens of a block of queries that are looked up together: a quarter of the window, in whole steps of 32."""
     return -(-window // 128) * 32
 
 
-def _attend_by_blocks(
+def _attend_in_window(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -172,7 +234,7 @@ def _attend_by_blocks(
 ) -> Tensor:
     """Causal attention in a window, as `attend`. Every block of queries is given the keys that one of them sees, so
     time and memory grow with L * window instead of L * L: with a mask of all keys, torch computes every score."""
-    rows, num_tokens, block = query.shape[0], query.shape[2], _block_tokens(window)
+    rows, num_tokens, block = query.shape[0], query.shape[2], _window_block(window)
     count, num_before = -(-num_tokens // block), -(-(window - 1) // block)
     rest = count * block - num_tokens
 

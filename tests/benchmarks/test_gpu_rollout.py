@@ -74,7 +74,7 @@ def test_an_engine_that_computes_something_else_is_not_measured(monkeypatch):
         return build_engine(other, rows=rows)
 
     monkeypatch.setattr(gpu_rollout, "build_engine", build_other)
-    with pytest.raises(SystemExit, match=r"does not compute what the model does, in torch\.float32"):
+    with pytest.raises(RuntimeError, match=r"does not compute what the model does, in torch\.float32"):
         check_equal(QWEN3["tiny"], CPU, torch.float32, num_tokens=4)
 
 
@@ -90,7 +90,7 @@ def test_a_turn_that_was_disturbed_is_measured_again(monkeypatch):
 
 def test_turns_that_are_always_disturbed_give_no_figure(monkeypatch):
     monkeypatch.setattr(gpu_rollout, "timed", lambda *_: 0.5)
-    with pytest.raises(SystemExit, match=r"5 times in a row 8 tokens took no longer than the first"):
+    with pytest.raises(RuntimeError, match=r"5 times in a row 8 tokens took no longer than the first"):
         measure(CPU, lambda prompts, max_tokens: None, [], 8)
 
 

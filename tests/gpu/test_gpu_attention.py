@@ -79,6 +79,17 @@ def test_sinks_are_computed_by_the_kernel_and_without_all_scores(device, kv_head
     assert peak < 2 * 8 * 2048 * 2048  # of one sequence's scores in bfloat16
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 512)])
+def test_grouped_queries_are_attended_to_without_all_scores(device, dtype, dim):
+    length = 4096
+    query, key, value = (torch.randn(1, heads, length, dim, device=device, dtype=dtype) for heads in (8, 2, 2))
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
+    attend(query, key, value, scaling=None, causal=True)
+    peak = torch.accelerator.max_memory_allocated(device) - before
+    assert peak < 0.75 * 8 * length * length * query.itemsize
+
+
 @pytest.mark.skipif(not VARLEN_READS_CACHES, reason="this torch cannot tell its kernel how many keys a row has")
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 32])

@@ -9,8 +9,8 @@ from tiny_models import random_samples, reference_logprobs, tiny_folder
 
 from shardwise.config import LoraConfig
 
-pytest.importorskip("peft")
-from sharded_lora import peft_model, random_adapter
+pytest.importorskip("peft", minversion="0.21")
+from sharded_lora import needs_integer_shards, peft_model, random_adapter
 
 LORAS = {
     "lora": LoraConfig(rank=8, alpha=16),
@@ -83,6 +83,7 @@ def test_bfloat16_gradients_are_as_close_to_float32_as_those_of_peft_are(tmp_pat
     assert error < max(1.5 * error_of_peft, 0.01) < 0.1
 
 
+@needs_integer_shards
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_base_in_4_bits_computes_as_the_weights_that_it_stands_for(tmp_path, device, dtype):
     """Those that the CPU makes of the codes, in a folder of their own."""

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from packs_by_hand import CPU, HEADS, IN_FLOAT32, LENGTHS, SETTINGS, SINKS, VALUE_DIM, layout_of, loop, qkv
@@ -43,7 +45,7 @@ def test_packed_attention_and_its_gradients_equal_a_loop_over_tokens(lengths, se
 def test_sequences_longer_than_their_window_see_what_a_mask_shows_them(window, settings):
     """Two rows of one length, which ends inside a block of queries and is longer than two windows."""
     length = 2 * max(window, 32) + 37
-    assert length % attention._block_tokens(window)
+    assert length % attention._window_block(window)
     ours, masked = (
         [x.detach().unflatten(1, (2, length)).transpose(0, 1).requires_grad_() for x in qkv(2 * length)]
         for _ in range(2)
@@ -59,6 +61,50 @@ def test_sequences_longer_than_their_window_see_what_a_mask_shows_them(window, s
         (result * weights).sum().backward()
     for x, y in zip(ours, masked, strict=True):
         torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=100 * bound)
+
+
+@pytest.mark.parametrize("settings", [{"softcap": 0.8}, {"sinks": SINKS}, {"softcap": 0.8, "sinks": SINKS}], ids=str)
+def test_long_sequences_with_scores_of_their_own_see_what_a_mask_shows_them(settings):
+    """Two rows of one length, which ends inside a block of queries."""
+    length = 700
+    ours, masked = (
+        [x.detach().unflatten(1, (2, length)).transpose(0, 1).requires_grad_() for x in qkv(2 * length)]
+        for _ in range(2)
+    )
+    out = attend(*ours, scaling=0.7, causal=True, **settings)
+    expected = attend(*masked, scaling=0.7, mask=torch.ones(length, length, dtype=torch.bool).tril(), **settings)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    weights = torch.randn(out.shape, dtype=torch.float64)
+    for result in (out, expected):
+        (result * weights).sum().backward()
+    for x, y in zip(ours, masked, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("settings", [{"softcap": 50.0}, {"sinks": SINKS}], ids=str)
+def test_autograd_keeps_no_scores_of_long_sequences(settings):
+    """What it keeps are the inputs, a view of them for each block, and sinks."""
+    query, key, value = (x.detach()[None].requires_grad_() for x in qkv(2048, torch.float32))
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        attend(query, key, value, scaling=None, causal=True, **settings)
+    assert max(sizes, default=0) <= query.numel()
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "dtype", "dims", "mask", "is_grouping"),
+    [
+        (False, torch.float32, (512, 300), torch.ones(1), True),
+        (True, torch.bfloat16, (64, 64), None, True),
+        (True, torch.float32, (64, 64), None, False),
+        (True, torch.bfloat16, (512, 512), None, False),
+        (True, torch.bfloat16, (192, 128), None, False),
+        (True, torch.bfloat16, (64, 64), torch.ones(1), False),
+    ],
+)
+def test_queries_stay_grouped_where_a_kernel_of_torch_groups_them(is_cuda, dtype, dims, mask, is_grouping):
+    query, value = (SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 4, 8, dim)) for dim in dims)
+    assert attention._is_kernel_grouping(query, value, mask) == is_grouping
 
 
 def test_scores_of_a_long_sequence_in_a_window_are_not_all_in_memory(monkeypatch):
