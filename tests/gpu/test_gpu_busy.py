@@ -13,7 +13,8 @@ def test_events_time_a_phase_without_what_it_waits_for(device):
         for _ in range(num_times):
             torch.mm(matrix, matrix)
 
-    work(10)
+    work(150)  # the device's own clock rises with work
+    torch.cuda.synchronize()
     clock = BusyClock(device)
     with clock.phase("forward"):
         work(50)

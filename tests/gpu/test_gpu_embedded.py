@@ -1,5 +1,7 @@
 """The embedded engine on the GPU: tokens of model.generate, logprobs of the trainer, weights that a sync brings."""
 
+import gc
+
 import pytest
 import torch
 from gpu_sampling import differences, generated_by_transformers, requests, tokens
@@ -82,6 +84,8 @@ def test_a_sleeping_engine_gives_its_weights_memory_back_and_samples_the_same_af
 
 def test_what_a_sleeping_engine_gives_back_other_processes_can_have(folder, device):
     """torch's allocator keeps it until it is told."""
+    gc.collect()
+    release_cached_blocks()  # else weights may go into segments of what other tests have left
     engine = open_engine(folder, device, sleep_level=1)
     size = sum(weight.nbytes for _, weight in engine.served_weights())
     engine.generate(requests())
