@@ -48,6 +48,7 @@ def varlen_over_packs(
     """Causal attention inside every sequence of a pack, token by token. [T, H, d]; window_size = (left, right), -1 no
     end. With return_aux also the logarithms of the sums [H, T]."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert query.shape[2] == value.shape[2]
     group = query.shape[1] // key.shape[1]
     out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
     for token, seen in _seen(cu_seqlens, window_size):

@@ -63,7 +63,7 @@ class AttentionBackend:
         """
         if self._implementation == "loop":
             return None
-        problem = varlen_problem(query, value)
+        problem = varlen_problem(query, max(query.shape[-1], value.shape[-1]))  # shorter ones are padded
         if problem is None and sinks is not None and self._implementation in FLASH_PACKAGES:
             problem = "attention sinks"
         if problem is None and softcap is not None and self._implementation in ("auto", "varlen"):

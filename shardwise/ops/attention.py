@@ -311,13 +311,17 @@ def packed_attention(
         window, softcap, sinks: as in `attend`.
         chosen: for every run of the layout, bool [n, L, L], the keys that each query sees; None: all keys up to the
             query.
-        kernel: computes what `attend` would, but without blocks and `chosen`, and only if the value has the query's
-            head dim.
+        kernel: computes what `attend` would, but without blocks and `chosen`; it is given values of the query's head
+            dim, with zeros behind theirs.
     Returns:
         [H, T, dv].
     """
     if kernel is not None:
-        return kernel(query, key, value, layout, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+        value_dim = value.shape[-1]
+        if value_dim < query.shape[-1]:
+            value = F.pad(value, (0, query.shape[-1] - value_dim))
+        out = kernel(query, key, value, layout, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+        return out[..., :value_dim]
     sizes = [count * length for count, length in layout.runs]
     assert chosen is None or window is layout.blocks is None, "no family has both"
     outputs = []

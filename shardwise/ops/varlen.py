@@ -22,14 +22,19 @@ VARLEN_READS_CACHES = "seqused_k" in signature(varlen_attn).parameters
 flash_attention_backward = torch.ops.aten._flash_attention_backward
 
 
-def varlen_problem(query: Tensor, value: Tensor) -> str | None:
-    """Names what keeps the variable-length FlashAttention from computing these tensors; None: nothing does."""
+def varlen_problem(query: Tensor, value_dim: int) -> str | None:
+    """Names what keeps the variable-length FlashAttention from computing such tensors; None: nothing does.
+
+    Args:
+        query: its device, dtype and head dim are looked at.
+        value_dim: the head dim of the values that the kernel is given.
+    """
     problems = {
         "tensors on the CPU": not query.is_cuda,
         "tensors on a GPU older than Ampere": query.is_cuda and torch.cuda.get_device_capability() < (8, 0),
         "float32 (set engine.param_dtype=bfloat16)": query.dtype == torch.float32,
         "a head dim over 256 or not a multiple of 8": query.shape[-1] > 256 or query.shape[-1] % 8 != 0,
-        "a value head dim other than the query's": query.shape[-1] != value.shape[-1],
+        "a value head dim other than the query's": query.shape[-1] != value_dim,
     }
     return next((problem for problem, is_present in problems.items() if is_present), None)
 

@@ -212,7 +212,7 @@ class KVCache:
         chosen = None if choice is None else choice.once(self._chosen_keys)
         assert chosen is None or window is chunk is None, "no family has both"
         fits = VARLEN_READS_CACHES and chunk is None and softcap is None and choice is None
-        is_varlen = fits and varlen_problem(query, value) is None
+        is_varlen = fits and varlen_problem(query, value.shape[-1]) is None
         kernels = self._kernels if choice is None else None
         # Our kernels read only what was written. Others may read beyond it, and a mask does not keep that out: NaN
         # times a weight of 0 is NaN.

@@ -80,7 +80,7 @@ def test_a_batch_with_blocks_is_masked_and_one_without_goes_to_the_kernel(monkey
         return packed_attention(query, key, value, layout, **settings)
 
     backend._kernel = counting
-    monkeypatch.setattr("shardwise.engine.attention.varlen_problem", lambda *_tensors: None)
+    monkeypatch.setattr("shardwise.engine.attention.varlen_problem", lambda *_arguments: None)
     found, causal = [], nn.Module()
     causal.config = SimpleNamespace(model_type="gemma4_text", layer_types=["full_attention"])
     causal.layer_idx = 0
@@ -160,7 +160,7 @@ PROBLEMS = {
     "tensors on the CPU": {"query": OnCuda(is_cuda=False)},
     "float32 (set engine.param_dtype=bfloat16)": {"query": OnCuda(torch.float32)},
     "attention sinks": {"sinks": torch.ones(4)},
-    "a value head dim other than the query's": {"value": OnCuda(shape=(4, 11, 6))},
+    "a value head dim other than the query's": {"value": OnCuda(shape=(4, 11, 10))},
     "soft-capped scores": {"softcap": 50.0},
     "images whose tokens see each other both ways": {"has_blocks": True},
 }
@@ -233,6 +233,13 @@ def test_kernel_is_used_where_it_can_and_refused_where_it_was_asked_for_and_cann
         assert str(error.value) == (
             f"engine.attention_implementation={implementation} cannot compute {problem}; set it to auto or loop"
         )
+
+
+@pytest.mark.parametrize("implementation", ["auto", "varlen", "flash_attention_2", "flash_attention_3"])
+def test_kernels_compute_values_of_a_smaller_head_dim(flash_modules, implementation):
+    """Of multi-head latent attention."""
+    kernel = AttentionBackend(implementation, None).kernel
+    assert kernel(OnCuda(), OnCuda(shape=(4, 11, 6)), softcap=None, sinks=None) is not None
 
 
 @pytest.mark.parametrize("softcap", [None, 0.8])

@@ -3,7 +3,7 @@ import torch
 from packs_by_hand import SINKS, layout_of, loop, qkv
 from stand_in_kernels import flash_backward_over_packs, varlen_over_caches, varlen_over_packs
 
-from shardwise.ops import attend, varlen
+from shardwise.ops import attend, packed_attention, varlen
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
@@ -36,6 +36,20 @@ def test_flash_call_is_the_loop_over_sequences(monkeypatch, groups_queries, wind
     settings = {"scaling": 0.3, "window": window, "softcap": None}
     found = varlen.varlen_attention(*ours, layout_of(lengths), **settings, sinks=None)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_values_of_a_smaller_head_dim_are_padded_for_the_kernel(monkeypatch):
+    ours, theirs = qkv(11), qkv(11)
+    assert ours[2].shape[-1] < ours[0].shape[-1]
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_over_packs)
+    found = packed_attention(*ours, layout_of([6, 4, 1]), scaling=0.3, kernel=varlen.varlen_attention)
+    expected = loop(*theirs, [6, 4, 1], scaling=0.3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    weights = torch.randn(found.shape, dtype=torch.float64)
+    for result in (found, expected):
+        (result * weights).sum().backward()
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("groups_queries", [True, False], ids=["torch 2.12 and newer", "torch 2.11"])
