@@ -24,26 +24,28 @@ class ExpertRecord:
         Raises:
             ModelError: the model has no routers.
         """
-        self._chosen: list[Tensor] = []
-        for router in _routers_to_replay(model):
+        self._chosen: dict[int, Tensor] = {}
+        """By the place of the router in the model; one may be called before those ahead of it (JetMoE's attention)."""
+        self._routers = _routers_to_replay(model)
+        for place, router in enumerate(self._routers):
             for module in router.modules:
-                module.register_forward_hook(self._hook(router))
+                module.register_forward_hook(self._hook(router, place))
 
     def begin(self) -> None:
         """Forgets the previous forward pass."""
-        self._chosen = []
+        self._chosen = {}
 
     def take(self) -> Tensor:
         """Returns the chosen experts, [n, M, k] int16, on the host."""
-        return torch.stack(self._chosen, dim=1).cpu()
+        return torch.stack([self._chosen[place] for place in range(len(self._routers))], dim=1).cpu()
 
-    def _hook(self, router: Router) -> Callable[[nn.Module, Any, Any], None]:
+    def _hook(self, router: Router, place: int) -> Callable[[nn.Module, Any, Any], None]:
         def after_router(_module: nn.Module, _args: Any, output: Any) -> None:
             try:
                 experts = router.read(output)[1]
             except UnreadableRouter as error:
                 raise ModelError(f"rollout.router_replay=true: {error}; set it to false for this model") from None
-            self._chosen.append(experts.to(torch.int16))
+            self._chosen[place] = experts.to(torch.int16)
 
         return after_router
 
