@@ -378,14 +378,20 @@ def _check_groups_of_heads(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def _set_experts(model: PreTrainedModel, implementation: str) -> None:
-    """transformers takes some names for models without experts too, and does nothing."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if not any(part._can_set_experts_implementation() for part in parts):
+    """Sets it in the outermost parts that take it. transformers takes some names for models without experts too, and
+    does nothing, and refuses others for models whose language model alone has them."""
+    taking: dict[str, PreTrainedModel] = {}
+    for path, part in model.named_modules():
+        is_inside = any(is_within(path, outer) or not outer for outer in taking)
+        if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation() and not is_inside:
+            taking[path] = part
+    if not taking:
         raise ConfigError(
             f"engine.experts_implementation={implementation} has no effect on {type(model).__name__}, which has no "
             "experts that can be computed in several ways; remove it"
         )
-    model.set_experts_implementation(implementation)
+    for part in taking.values():
+        part.set_experts_implementation(implementation)
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:

@@ -134,6 +134,15 @@ def test_experts_implementation_reaches_the_config_that_the_experts_read(tmp_pat
     assert model.model.layers[0].mlp.experts.config._experts_implementation == implementation
 
 
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_experts_of_a_language_model_alone_are_set_there(tmp_path, implementation):
+    """The class around it refuses what its language model computes by default."""
+    save_model("kimi_k25", FAMILY_TABLE["kimi_k25"], tmp_path)
+    model = build_on_meta(tmp_path, experts_implementation=implementation)
+    experts = [part for name, part in model.named_modules() if name.endswith("mlp.experts")]
+    assert {part.config._experts_implementation for part in experts} == {implementation}
+
+
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 1, "num_key_value_heads": 2}
 
 
