@@ -46,9 +46,9 @@ class PromptStream:
                     f"data.mixture.{number}.weights names {', '.join(unknown)}, but the sources of the training rows "
                     f"are {', '.join(names)}"
                 )
-        self._rows = {
-            name: [row for row, source in enumerate(sources) if not config.mixture or source == name] for name in names
-        }
+        self._rows: dict[str, list[int]] = {name: [] for name in names}
+        for row, source in enumerate(sources):
+            self._rows[source if config.mixture else ""].append(row)
         self._orders = {
             name: RowOrder(num_rows=len(rows), seed=seed, shuffle=config.shuffle) for name, rows in self._rows.items()
         }

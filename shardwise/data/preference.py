@@ -1,7 +1,7 @@
 """Turns data files into what preference and reward-model training consume: pairs of answers, or labelled answers."""
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from shardwise.data.rows import (
     get_prompt,
     loaded_sequences,
     make_sample,
+    nothing,
     reading,
     take_images,
     tool_schemas,
@@ -46,6 +47,7 @@ def preference_pairs(
     max_rows: int | None,
     vision: Vision | None = None,
     media_token_ids: Collection[int] = (),
+    on_row: Callable[[], object] = nothing,
 ) -> Loaded[Sample]:
     """Reads rows with a chosen and a rejected answer to the same messages.
 
@@ -55,7 +57,7 @@ def preference_pairs(
     and are dropped. Images stand in the context, and both sides show them.
 
     Args:
-        vision, media_token_ids: as in `supervised_samples`.
+        vision, media_token_ids, on_row: as in `supervised_samples`.
     Returns:
         Samples in the order chosen, rejected, chosen, rejected, ...: two neighbours are a pair, which
         `pack(..., keep_together=2)` keeps together. `reward` is the pair's margin on the chosen side (0 without a
@@ -68,6 +70,7 @@ def preference_pairs(
     samples: list[Sample] = []
     num_kept = num_identical = num_truncated = 0
     for row in rows:
+        on_row()
         margin = _margin(config, row)
         sides, image_refs = _render_pair(config, row, tokenizer, vision, media_token_ids)
         fitted = fit(config, row, sides, image_refs) if sides else None
@@ -106,6 +109,7 @@ def labelled_samples(
     max_rows: int | None,
     vision: Vision | None = None,
     media_token_ids: Collection[int] = (),
+    on_row: Callable[[], object] = nothing,
 ) -> Loaded[Sample]:
     """Reads rows with one answer and whether it is desirable, for KTO.
 
@@ -113,7 +117,7 @@ def labelled_samples(
     `config.max_sequence_tokens`: truncate cuts off its end, and drops it where nothing to train is left.
 
     Args:
-        vision, media_token_ids: as in `supervised_samples`. Images stand before the answer.
+        vision, media_token_ids, on_row: as in `supervised_samples`. Images stand before the answer.
     Returns:
         Samples whose `reward` is +1 (desirable) or -1; the count num_desirable says how many have +1.
     Raises:
@@ -123,6 +127,7 @@ def labelled_samples(
     samples: list[Sample] = []
     num_truncated = 0
     for row in rows:
+        on_row()
         reward = 1.0 if _label(config, row) else -1.0
         rendered, image_refs = _render_answer(config, row, tokenizer, vision, media_token_ids)
         fitted = fit(config, row, rendered, image_refs)

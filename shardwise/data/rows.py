@@ -66,6 +66,10 @@ class Loaded(Generic[T]):
         return found.hexdigest()
 
 
+def nothing() -> None:
+    """What happens at every row unless a caller says more."""
+
+
 def supervised_samples(
     config: SupervisedDataConfig,
     files: Sequence[str],
@@ -74,6 +78,7 @@ def supervised_samples(
     max_rows: int | None,
     vision: Vision | None = None,
     media_token_ids: Collection[int] = (),
+    on_row: Callable[[], object] = nothing,
 ) -> Loaded[Sample]:
     """Reads rows with an answer to learn: conversations, or a prompt and a response.
 
@@ -83,6 +88,7 @@ def supervised_samples(
     Args:
         vision: shows images to a model that sees them; None refuses rows that have any.
         media_token_ids: tokens that no row may spell, except the one that `vision` writes for images.
+        on_row: called before each row: a million of them take half an hour.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
@@ -91,6 +97,7 @@ def supervised_samples(
     samples: list[Sample] = []
     num_truncated = 0
     for row in rows:
+        on_row()
         rendered, seen = _tokenize_supervised(config, row, tokenizer, vision, unshown)
         fitted = fit(config, row, [rendered], seen)
         if fitted is None:
@@ -118,6 +125,7 @@ def prompt_examples(
     vision: Vision | None = None,
     media_token_ids: Collection[int] = (),
     is_judged: bool = True,
+    on_row: Callable[[], object] = nothing,
 ) -> Loaded[Example]:
     """Reads rows with a prompt to answer and a ground truth to judge the answer by. Files made for verl work as is.
 
@@ -129,6 +137,7 @@ def prompt_examples(
         media_token_ids: tokens that no row may spell, except the one that `vision` writes for images.
         tools: name -> schema of each tool that a row may offer; without any, the column of tools is not read.
         is_judged: whether there is a reward, which needs a ground truth.
+        on_row: called before each row.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
@@ -137,6 +146,7 @@ def prompt_examples(
     examples: list[Example] = []
     num_truncated = 0
     for row in rows:
+        on_row()
         offered = _offered_tools(config, row, tools)
         given = get_cell(row, config.prompt_column)
         row, image_refs = _with_image_parts(config, row, config.prompt_column, vision)

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.config import EvalConfig, RewardConfig, longest_sequence
 from shardwise.controller.base import WorkerGroup
+from shardwise.controller.watchdog import go_on
 from shardwise.data import prompt_examples
 from shardwise.durable import write_json_atomic
 from shardwise.observability import SampleLog, move_aside, print_table
@@ -51,6 +52,7 @@ def evaluate(config: EvalConfig, group: WorkerGroup) -> dict[str, dict[str, floa
             tools=tool_schemas(config.rollout.environment),
             vision=model.vision_in(config.rollout),
             media_token_ids=model.media_token_ids,
+            on_row=go_on,
         ).rows
         warn_of_unseen_tools(config.rollout.environment, model.tokenizer, config.data.system_prompt)
         build_rollout_engines(group, model.config, config.rollout, config.engine.param_dtype)

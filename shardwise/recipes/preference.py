@@ -61,6 +61,10 @@ def train(config: PreferenceConfig, group: WorkerGroup) -> None:
         )
 
 
+SCORED_AT_A_TIME = 8192
+"""Samples that the reference policy scores in one command before training."""
+
+
 class Reference:
     """Where the reference policy's logprobs come from: a frozen engine, the policy without its adapters, the policy
     before its first step, or nowhere, where the loss needs none."""
@@ -82,7 +86,9 @@ class Reference:
             return list(samples)
         if self._scorer is not None:
             self._scorer.load_initial_weights()
-        return self._score(samples)
+        # In parts: all at once are copied several times, and no progress is seen until they are through.
+        parts = (samples[start : start + SCORED_AT_A_TIME] for start in range(0, len(samples), SCORED_AT_A_TIME))
+        return [scored for part in parts for scored in self._score(part)]
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """Adds ref_logprobs if they are taken in every step."""

@@ -14,6 +14,7 @@ from shardwise.config import (
     longest_sequence,
 )
 from shardwise.controller.base import WorkerGroup
+from shardwise.controller.watchdog import go_on
 from shardwise.data import Loaded, PromptStream, prompt_examples
 from shardwise.data.loader import steps_of
 from shardwise.engine import named_failures
@@ -266,6 +267,7 @@ def _read_data(config: RLConfig, model: OpenedModel, companions: Companions) -> 
         vision=shared_vision(model.vision_in(config.rollout), companions.by_key),
         media_token_ids=companions.media_token_ids.union(model.media_token_ids),
         is_judged=config.reward is not None,
+        on_row=go_on,
     )
     examples = read(data.train_files, max_rows=data.max_train_rows)
     held_out = read(data.validation_files, max_rows=data.max_validation_rows).rows if data.validation_files else []

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.config import BatchTrainerConfig, DistillConfig, PreferenceConfig, SFTConfig, allows_other_rows
 from shardwise.config.data import SequenceDataConfig
+from shardwise.controller.watchdog import go_on
 from shardwise.data import BatchLoader, Loaded
 from shardwise.data.loader import RowRecord, compare_rows, steps_of
 from shardwise.recipes.engine_source import EngineSource
@@ -72,7 +73,7 @@ def open_rows(
     """Reads the training and the held-out rows.
 
     Args:
-        read: (data, files, tokenizer, max_rows, media_token_ids) -> samples, e.g. `supervised_samples`.
+        read: (data, files, tokenizer, max_rows, media_token_ids, on_row) -> samples, e.g. `supervised_samples`.
         companions: other models that read the same tokens.
     Raises:
         DataError: a file or row that cannot be used. ConfigError: sequences longer than the model's context.
@@ -81,7 +82,7 @@ def open_rows(
     for one in (model, *companions):
         one.warn_of_refused_images()
     media_token_ids = {token_id for one in (model, *companions) for token_id in one.media_token_ids}
-    read_files = partial(read, data, tokenizer=model.tokenizer, media_token_ids=media_token_ids)
+    read_files = partial(read, data, tokenizer=model.tokenizer, media_token_ids=media_token_ids, on_row=go_on)
     found = read_files(data.train_files, max_rows=data.max_train_rows)
     held_out = None
     if data.validation_files:

@@ -1,9 +1,10 @@
 """Brings the policy's weights to the rollout engines, and probes whether both sides compute the same with them."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -133,10 +134,10 @@ def known_prompts(examples: Sequence[Example], image_token_id: int | None = None
     """Returns the beginnings of a few prompts, without their images; if none is longer than a token, tokens repeated,
     since a sequence's first token has no logprob. Also returns the shortest prompt with images, whole, of which the
     first tokens after the first image are compared."""
-    words = ([token for token in example.prompt_ids if token != image_token_id] for example in examples)
-    beginnings = [tokens[:PROBE_TOKENS] for tokens in words if tokens]
-    scored = [tokens for tokens in beginnings if len(tokens) > 1]
-    sequences = (scored or [tokens * 2 for tokens in beginnings])[:PROBE_SEQUENCES]
+    scored = (tokens for tokens in _beginnings(examples, image_token_id) if len(tokens) > 1)
+    sequences = list(islice(scored, PROBE_SEQUENCES))
+    if not sequences:
+        sequences = [tokens * 2 for tokens in islice(_beginnings(examples, image_token_id), PROBE_SEQUENCES)]
     known = [KnownPrompt(f"probe {n}", tokens, list(range(1, len(tokens)))) for n, tokens in enumerate(sequences)]
     seen = [example for example in examples if example.image_refs and len(example.prompt_ids) <= LONGEST_SEEN]
     if seen and image_token_id is not None:
@@ -147,6 +148,14 @@ def known_prompts(examples: Sequence[Example], image_token_id: int | None = None
         if places:
             known.append(KnownPrompt("probe image", tokens, places, shortest.position_ids, shortest.image_refs))
     return known
+
+
+def _beginnings(examples: Sequence[Example], image_token_id: int | None) -> Iterator[list[int]]:
+    """The first tokens of every prompt that has some beside its images."""
+    for example in examples:
+        words = (token for token in example.prompt_ids if token != image_token_id)
+        if tokens := list(islice(words, PROBE_TOKENS)):
+            yield tokens
 
 
 def require_same_receipts(version: int, receipts: Mapping[int, dict[str, Any]], *, num_parts: int = 1) -> None:

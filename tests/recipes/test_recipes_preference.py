@@ -93,6 +93,17 @@ def test_only_a_policy_that_is_asked_before_training_has_its_initial_weights_the
     assert policy.has_weights == (mode == "before_training")
 
 
+def test_logprobs_are_taken_before_training_in_parts(policy, pairs, monkeypatch):
+    reference = Reference(policy, config(reference_logprobs="before_training"))
+    expected = [sample.ref_logprobs for sample in reference.score_before_training(pairs)]
+    policy.group.calls.clear()
+    monkeypatch.setattr("shardwise.recipes.preference.SCORED_AT_A_TIME", 3)
+    found = reference.score_before_training(pairs)
+    assert [name for name, *_ in policy.group.calls].count("score") == 2
+    for sample, logprobs in zip(found, expected, strict=True):
+        torch.testing.assert_close(sample.ref_logprobs, logprobs)
+
+
 def test_logprobs_taken_before_training_stay_when_the_policy_has_moved(policy, pairs):
     reference = Reference(policy, config(reference_logprobs="before_training"))
     first = reference.score_before_training(pairs)

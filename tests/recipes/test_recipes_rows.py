@@ -74,6 +74,17 @@ def test_rows_may_not_spell_what_stands_for_images_to_one_of_the_models(
     assert open_rows(read, settings, trainer(), model).samples
 
 
+@pytest.mark.parametrize("read", [supervised_samples, preference_pairs, labelled_samples])
+def test_every_row_that_is_read_is_progress(model, write_jsonl, monkeypatch, read):
+    """Else a rank that reads millions of rows would be taken for one that hangs."""
+    seen = []
+    monkeypatch.setattr("shardwise.recipes.rows.go_on", lambda: seen.append(1))
+    rows = [{"prompt": "2+5=", "response": "7", "chosen": "7", "rejected": "8", "label": True}] * 5
+    kind = SupervisedDataConfig if read is supervised_samples else PreferenceDataConfig
+    open_rows(read, data(kind, write_jsonl("rows.jsonl", rows)), trainer(), model)
+    assert len(seen) == 5
+
+
 def test_sequences_longer_than_the_context_are_refused_before_a_file_is_read(model):
     settings = data(SupervisedDataConfig, "nowhere.jsonl", max_sequence_tokens=97)
     with pytest.raises(ConfigError, match=r"data\.max_sequence_tokens=97 tokens, more than the 96"):

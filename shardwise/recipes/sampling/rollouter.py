@@ -155,6 +155,9 @@ class Rollouter:
         return example.prompt if completion.prompt_ids is None else self._tokenizer.decode(completion.prompt_ids)
 
     def _text(self, episode: Episode) -> str:
+        """All that was sampled and observed. Without an environment this is the one turn, which was decoded before."""
+        if self._episodes is None and episode.turns:
+            return episode.last_turn
         return self._tokenizer.decode(episode.completion.token_ids, skip_special_tokens=True)
 
     def counting_failures(self, min_completions: int) -> AbstractContextManager[None]:

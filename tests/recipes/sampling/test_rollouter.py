@@ -55,6 +55,27 @@ def answer(rank, requests):
     ]
 
 
+def test_a_completion_is_decoded_once(fake_group):
+    """Its tokens are most of what rank 0 has to do."""
+
+    class Counting(Digits):
+        num_calls = 0
+
+        def decode(self, token_ids, skip_special_tokens=False):
+            self.num_calls += 1
+            return super().decode(token_ids, skip_special_tokens)
+
+    tokenizer = Counting()
+    rollouter = Rollouter(
+        fake_group(1, generate=answer), tokenizer, RolloutConfig(max_response_tokens=9), Rewards(), max_prompt_tokens=9
+    )
+    prompts = tokenizer.num_calls
+    examples = [Example(uid="row", prompt_ids=[4], prompt="4", data_source="s", ground_truth=None)]
+    (found,) = rollouter.collect(examples, num_completions=3, temperature=1.0, seed=0, stream="step 1")
+    assert found.texts == found.answers == ["41", "42", "43"]
+    assert tokenizer.num_calls - prompts <= 6  # of each the completion, and what was before its last turn
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_every_example_gets_its_own_completions_texts_and_scores(fake_group, size):
     group, rewards = fake_group(size, generate=answer), Rewards()
