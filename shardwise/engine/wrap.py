@@ -1,17 +1,21 @@
 """Which modules become FSDP units, and how each unit is sharded."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 
 from shardwise.config import ConfigError, EngineConfig, LayoutConfig, WrapPolicyConfig
+from shardwise.console import warn
 from shardwise.engine.mesh import EngineMesh, divisors
 from shardwise.engine.names import CONTAINERS, closest_classes, has_parameters, is_within, outermost
 from shardwise.engine.precision import Precision
@@ -76,6 +80,33 @@ def _paths_of_classes(model: PreTrainedModel, class_names: Sequence[str], key: s
                 f"{type(model).__name__}; {closest_classes(model, class_name)}"
             )
     return list(dict.fromkeys(outermost(path) for path, class_name in of_class.items() if class_name in class_names))
+
+
+MOST_PADDING = 1.5
+"""How many times the weights may be gathered without a warning."""
+
+
+def padding_warning(weights: Iterable[tuple[str, Sequence[int], int]], *, fsdp_size: int) -> str | None:
+    """Returns a warning where FSDP gathers much more than the weights have, because it gives every rank as many rows of
+    a tensor as the one with most has: 128 experts over 1,024 ranks are gathered as 1,024. None if it does not.
+
+    Args:
+        weights: name, shape and number of ranks that shard it, of every parameter.
+    """
+    size = gathered = most = 0
+    worst, smaller = "", fsdp_size
+    for name, shape, num_ranks in weights:
+        numel, padded = math.prod(shape), math.prod(shape[1:]) * -(-shape[0] // num_ranks) * num_ranks
+        size, gathered = size + numel, gathered + padded
+        if padded - numel > most:
+            worst, most = f"{name} has {shape[0]} rows for {num_ranks} ranks", padded - numel
+            smaller = fsdp_size * shape[0] // num_ranks
+    if gathered <= MOST_PADDING * size:
+        return None
+    return (
+        f"engine.fsdp_size={fsdp_size}: every rank gathers {gathered / size:.1f} times the weights, for FSDP pads "
+        f"them: {worst}; with fsdp_size={smaller} and replicas it gathers them once"
+    )
 
 
 class Units:
@@ -170,7 +201,15 @@ class Units:
         if wrap.wrap_lm_output:
             ordered.append(self._shard(head, mesh.fsdp, reshard_after_forward=keep))
             taken = set(head.parameters())  # the root reaches them by the model's own name for the projection too
-        return [*ordered, self._shard(root, mesh.fsdp, reshard_after_forward=False, ignored=taken)]
+        ordered.append(self._shard(root, mesh.fsdp, reshard_after_forward=False, ignored=taken))
+        sharded = cast(Iterable[tuple[str, DTensor]], hf_model.named_parameters())
+        doubt = padding_warning(
+            ((plain_name(name), w.shape, w.device_mesh.size(-1)) for name, w in sharded),
+            fsdp_size=mesh.fsdp.size(-1),
+        )
+        if doubt and dist.get_rank() == 0:
+            warn(doubt)
+        return ordered
 
     def _require_no_projection(self, chosen: set[str], modules: dict[str, nn.Module], head: nn.Module) -> None:
         """Raises ConfigError if a chosen unit holds the output projection: the head reaches into it, and only the

@@ -1,3 +1,5 @@
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from shardwise.engine.lora import inject_lora
 from shardwise.engine.mesh import ParallelDims
 from shardwise.engine.model import build_on_meta, build_sharded
 from shardwise.engine.precision import Precision
-from shardwise.engine.wrap import Units, layer_paths
+from shardwise.engine.wrap import Units, layer_paths, padding_warning
 from shardwise.recipes.losses import sft_loss
 
 CPU = torch.device("cpu")
@@ -377,3 +379,38 @@ def test_weights_of_a_tower_that_nothing_runs_through_are_not_gathered_ahead(run
     save_model("ovis2", FAMILY_TABLE["ovis2"], tmp_path)
     (found,) = run_ranks(prefetched, 1, str(tmp_path), {"forward_prefetch": 1, "backward_prefetch": 1})
     assert found == [[[1], []], [[], [0]]]
+
+
+@pytest.mark.parametrize(("num_ranks", "times"), [(128, None), (192, None), (256, "2.0"), (1024, "7.9")])
+def test_weights_that_are_gathered_several_times_over_are_warned_of(num_ranks, times):
+    """Qwen3-235B's shapes, of one layer."""
+    experts = {"experts.gate_up_proj": (128, 3072, 4096), "experts.down_proj": (128, 4096, 1536)}
+    shapes = experts | {"self_attn.q_proj.weight": (8192, 4096), "input_layernorm.weight": (4096,)}
+    found = padding_warning(((name, shape, num_ranks) for name, shape in shapes.items()), fsdp_size=num_ranks)
+    assert found == (
+        None
+        if times is None
+        else f"engine.fsdp_size={num_ranks}: every rank gathers {times} times the weights, for FSDP pads "
+        f"them: experts.gate_up_proj has 128 rows for {num_ranks} ranks; with fsdp_size=128 and replicas it gathers "
+        "them once"
+    )
+
+
+def test_of_experts_that_ranks_share_the_warning_counts_the_ranks_that_shard_them():
+    """8 of 64 experts over 32 of 256 ranks: with a quarter of the ranks 8 over 8."""
+    found = padding_warning([("experts.down_proj", (8, 64, 64), 32)], fsdp_size=256)
+    assert "8 rows for 32 ranks; with fsdp_size=64 and replicas" in found
+
+
+def told_while_building(folder):
+    mesh = ParallelDims.from_sizes(world_size=dist.get_world_size(), fsdp_size=None, ulysses_size=1).build("cpu")
+    with redirect_stderr(io.StringIO()) as told:
+        build_sharded(Path(folder), EngineConfig(), mesh, device=torch.device("cpu"))
+    return told.getvalue()
+
+
+def test_a_run_is_told_of_padding_once(run_ranks, tmp_path):
+    save_model("qwen3_moe", FAMILY_TABLE["qwen3_moe"] | {"num_experts": 2, "moe_intermediate_size": 256}, tmp_path)
+    first, *others = run_ranks(told_while_building, 4, str(tmp_path))
+    assert first.count("times the weights, for FSDP pads them: model.layers.0.mlp.experts.gate_up_proj has 2 rows") == 1
+    assert others == [""] * 3
