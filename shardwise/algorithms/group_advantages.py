@@ -258,13 +258,20 @@ def group_metrics(rewards: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Metr
         advantage/zero_variance_fraction: the share of these among the groups that have a baseline; 1 = nothing learned.
     """
     counted = loss_mask.any(1)
-    groups = [rewards[counted & (group_ids == group)] for group in group_ids.unique()]
-    compared = [group for group in groups if len(group) > 1]
-    num_equal = sum(bool((g == g[0]).all()) for g in compared)
+    ids, places = group_ids.unique(return_inverse=True)
+    values, places = rewards[counted], places[counted]
+    has_baseline = places.bincount(minlength=len(ids)) > 1
+    lowest, highest = (
+        values.new_zeros(len(ids), values.shape[1]).scatter_reduce(
+            0, places[:, None].expand_as(values), values, reduce, include_self=False
+        )
+        for reduce in ("amin", "amax")
+    )
+    num_compared, num_equal = int(has_baseline.sum()), int((has_baseline & (lowest == highest).all(1)).sum())
     return {
-        "advantage/num_groups_without_baseline": MetricValue.sum(len(groups) - len(compared)),
+        "advantage/num_groups_without_baseline": MetricValue.sum(len(ids) - num_compared),
         "advantage/num_zero_variance_groups": MetricValue.sum(num_equal),
-        "advantage/zero_variance_fraction": MetricValue.mean(num_equal, len(compared)),
+        "advantage/zero_variance_fraction": MetricValue.mean(num_equal, num_compared),
     }
 
 
