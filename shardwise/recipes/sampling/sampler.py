@@ -2,7 +2,7 @@
 replaces groups without a learning signal."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from shardwise.config import DataError, Gdpo, Gigpo, ModelError, RLConfig
@@ -35,12 +35,25 @@ class Rollout:
         return min((completion.policy_version for completion in sampled), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON-serializable values, with the uid and the prompt of each row instead of the row."""
-        tree = asdict(self)
-        for group in tree["groups"]:
-            example = group["example"]
-            group["example"], group["row_prompt_ids"] = example["uid"], example["prompt_ids"]
-        return {"format": FORMAT, **tree}
+        """Returns it as JSON-serializable values, with the uid and the prompt of each row instead of the row. Lists of
+        tokens are not copied."""
+        return {
+            "format": FORMAT,
+            "groups": [
+                _by_field(group)
+                | {
+                    "example": group.example.uid,
+                    "completions": [
+                        _by_field(completion) | {"spans": [asdict(span) for span in completion.spans]}
+                        for completion in group.completions
+                    ],
+                    "row_prompt_ids": group.example.prompt_ids,
+                }
+                for group in self.groups
+            ],
+            "greedy_rewards": self.greedy_rewards,
+            "metrics": {name: asdict(value) for name, value in self.metrics.items()},
+        }
 
     @classmethod
     def from_json(cls, tree: dict[str, Any], examples: Sequence[Example]) -> Self:
@@ -85,6 +98,10 @@ class Rollout:
             for group in self.groups
             for completion in group.completions
         )
+
+
+def _by_field(instance: RolloutGroup | Completion) -> dict[str, Any]:
+    return {field.name: getattr(instance, field.name) for field in fields(instance)}
 
 
 def lost_row(rollouts: Sequence[dict[str, Any]], examples: Sequence[Example]) -> str | None:
