@@ -79,6 +79,22 @@ def test_sinks_are_computed_by_the_kernel_and_without_all_scores(device, kv_head
     assert peak < 2 * 8 * 2048 * 2048  # of one sequence's scores in bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_keys", [5, 129, 300])
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_masks_that_are_broadcast_are_read_right_whatever_kernel_torch_takes(device, num_queries, num_keys, dtype):
+    """A decode step's mask of each row, for all heads and queries; widths that no kernel divides evenly."""
+    torch.manual_seed(0)
+    shapes = ((4, 8, num_queries, 64), (4, 2, num_keys, 64), (4, 2, num_keys, 64))
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+    seen = torch.rand(4, 1, 1, num_keys) < 0.5
+    seen[..., 0] = True
+    expected = attend(*(tensor.double() for tensor in tensors), scaling=0.2, mask=seen)
+    found = attend(*(tensor.to(device) for tensor in tensors), scaling=0.2, mask=seen.to(device))
+    bound = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found.double().cpu(), expected, atol=bound, rtol=bound)
+
+
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 512)])
 def test_grouped_queries_are_attended_to_without_all_scores(device, dtype, dim):
     length = 4096
