@@ -94,17 +94,18 @@ class CheckpointWriter:
         }
         return _answer(records, failures[0] if failures else "")
 
-    def finish(self, checkpoint: str, written: Sequence[dict[str, Any]]) -> Outcome:
-        """Has rank 0 write the indexes, when every rank has written; `written`: what `write` returned, by rank. What
-        was staged stays until `clear`, so that all of it can be written again."""
+    def finish(self, written: Sequence[dict[str, Any]] | None, checkpoint: str) -> Outcome:
+        """Writes the indexes, when every rank has written; `written`: what `write` returned, by rank, and None on all
+        ranks but rank 0, which have nothing to do. What was staged stays until `clear`, so that all of it can be
+        written again."""
         return _outcome(Path(checkpoint), partial(self._write_indexes, Path(checkpoint), written))
 
     def hash_files(self, checkpoint: str) -> Outcome:
         """Hashes this rank's share of a checkpoint's files, for its manifest."""
         return _outcome(Path(checkpoint), partial(hash_share, Path(checkpoint)))
 
-    def _write_indexes(self, folder: Path, written: Sequence[dict[str, Any]]) -> None:
-        if self._rank > 0:
+    def _write_indexes(self, folder: Path, written: Sequence[dict[str, Any]] | None) -> None:
+        if written is None:
             return
         for subfolder, (export, _) in self._exports.items():
             export.finish(folder / subfolder)

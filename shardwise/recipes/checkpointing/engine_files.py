@@ -1,6 +1,6 @@
 """The engines' files in a checkpoint, written by the engines themselves or from copies while they train on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,21 +70,22 @@ class StagedEngines:
 
     def write(self, checkpoint: Path) -> None:
         """See EngineFiles.write."""
-        written = self._results("write", str(checkpoint))
-        self._results("finish", str(checkpoint), written)
+        written = _results(self.group.call("write", str(checkpoint)))
+        others = [None] * (len(written) - 1)  # what all ranks wrote grows with their number: one gets it
+        _results(self.group.scatter("finish", [written, *others], str(checkpoint)))
 
     def hash_shares(self, checkpoint: Path) -> list[dict[str, Any]]:
         """See EngineFiles.hash_shares."""
-        return self._results("hash_files", str(checkpoint))
+        return _results(self.group.call("hash_files", str(checkpoint)))
 
-    def _results(self, method: str, *args: Any) -> list[Any]:
-        """Returns the results of a call to every rank's CheckpointWriter. Raises ExportError: it failed on a rank."""
-        outcomes = self.group.call(method, *args)
-        for rank, outcome in enumerate(outcomes):
-            if outcome["error"]:
-                where = "" if len(outcomes) == 1 else f"rank {rank}{outcome['host']}: "
-                raise ExportError(f"{where}{outcome['error']}")
-        return [outcome["result"] for outcome in outcomes]
+
+def _results(outcomes: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns the results in the Outcomes of the ranks' CheckpointWriters. Raises ExportError: a rank has failed."""
+    for rank, outcome in enumerate(outcomes):
+        if outcome["error"]:
+            where = "" if len(outcomes) == 1 else f"rank {rank}{outcome['host']}: "
+            raise ExportError(f"{where}{outcome['error']}")
+    return [outcome["result"] for outcome in outcomes]
 
 
 def state_subfolder(engine: RemoteEngine) -> str:

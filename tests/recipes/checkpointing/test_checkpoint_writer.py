@@ -59,7 +59,8 @@ class Job:
         outcomes = all_gather_json(outcome)
         errors = [outcome["error"] for outcome in outcomes]
         if not any(errors):
-            errors = [self.writer.finish(folder, [outcome["result"] for outcome in outcomes])["error"]]
+            written = [outcome["result"] for outcome in outcomes] if dist.get_rank() == 0 else None
+            errors = [self.writer.finish(written, folder)["error"]]
         return errors
 
 

@@ -41,7 +41,7 @@ def test_staged_engines_are_copied_once_and_written_by_the_writers(tmp_path, eng
     assert files.hash_shares(tmp_path) == [{"rank": 0}, {"rank": 1}]
     assert engines[""].group.methods == ["stage_weights", "stage_weights"]
     assert writers.methods == ["clear", "write", "finish", "write", "finish", "hash_files"]
-    assert arguments(writers, "finish")[0] == (str(tmp_path), [0, 1])
+    assert arguments(writers, "finish")[0] == ([[0, 1], None], str(tmp_path)), "rank 0 alone is told what all wrote"
 
 
 @pytest.mark.parametrize(
