@@ -46,11 +46,28 @@ def all_gather_json(value: Any) -> list[Any]:
 
     Every rank receives the longest rank's number of bytes from each.
     """
+    padded, sizes = _encoded(value)
+    return _decoded(_all_gather(padded), sizes)
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Collective over all ranks. Returns on rank 0 what `all_gather_json` returns; an empty list on the others, which
+    receive nothing but sizes."""
+    padded, sizes = _encoded(value)
+    received = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else []
+    dist.gather(padded, received, dst=0)
+    return _decoded(received, sizes[: len(received)])
+
+
+def _encoded(value: Any) -> tuple[Tensor, list[int]]:
+    """Collective. Returns the value as bytes, padded to the longest rank's, and every rank's number of bytes."""
     encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [int(size) for size in _all_gather(torch.tensor([encoded.numel()]))]
-    padded = torch.nn.functional.pad(encoded, (0, max(sizes) - encoded.numel()))
-    gathered = zip(_all_gather(padded), sizes, strict=True)
-    return [json.loads(buffer[:size].numpy().tobytes()) for buffer, size in gathered]
+    return torch.nn.functional.pad(encoded, (0, max(sizes) - encoded.numel())), sizes
+
+
+def _decoded(buffers: list[Tensor], sizes: list[int]) -> list[Any]:
+    return [json.loads(buffer[:size].numpy().tobytes()) for buffer, size in zip(buffers, sizes, strict=True)]
 
 
 def _all_gather(tensor: Tensor) -> list[Tensor]:

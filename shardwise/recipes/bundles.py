@@ -33,7 +33,7 @@ from shardwise.config import (
 from shardwise.data import load_tokenizer
 from shardwise.durable import fsync_folder
 from shardwise.engine import PHASES, Fault, TrainEngine, written_on_every_rank
-from shardwise.engine.exchange import all_gather_json
+from shardwise.engine.exchange import all_gather_json, gather_json
 from shardwise.engine.files.safetensors_file import SafetensorsReader, TensorSpec
 from shardwise.engine.files.state_files import ShardFile, shard_name
 from shardwise.engine.files.verified_files import read_sealed_json, write_sealed_json
@@ -199,7 +199,7 @@ def write_bundle(
                 write_sealed_json(staging / BUNDLE, with_files.tree())
         with written_on_every_rank(staging):
             hashes = hash_share(staging)
-        shares = all_gather_json(hashes)
+        shares = gather_json(hashes)
         final = folder
         with written_on_every_rank(folder):
             if rank == 0:

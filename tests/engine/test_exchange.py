@@ -1,21 +1,32 @@
+import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.exchange import all_gather_json, send_rows
+from shardwise.engine.exchange import all_gather_json, gather_json, send_rows
+
+
+def all_gather(values):
+    return all_gather_json(values[dist.get_rank()])
 
 
 def gather(values):
-    return all_gather_json(values[dist.get_rank()])
+    return gather_json(values[dist.get_rank()])
 
 
 def test_every_rank_receives_what_every_rank_gave(run_ranks):
     """Values of different lengths, the shortest of them on the first rank."""
     values = [None, {"name": "gewichte ü", "sizes": [1, 2.5, -3]}]
-    assert run_ranks(gather, 2, values) == [values] * 2
+    assert run_ranks(all_gather, 2, values) == [values] * 2
 
 
-def test_one_rank_alone_receives_its_own(run_ranks):
-    assert run_ranks(gather, 1, [[]]) == [[[]]]
+@pytest.mark.parametrize("values", [[None, {"name": "gewichte ü"}], [[1, 2], ""]])
+def test_rank_0_alone_receives_what_every_rank_gave(run_ranks, values):
+    assert run_ranks(gather, 2, values) == [values, []]
+
+
+@pytest.mark.parametrize("exchange", [all_gather, gather])
+def test_one_rank_alone_receives_its_own(run_ranks, exchange):
+    assert run_ranks(exchange, 1, [[]]) == [[[]]]
 
 
 def send(counts):

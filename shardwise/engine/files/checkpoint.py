@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from shardwise.config import DamagedError, ModelError
 from shardwise.durable import fsync_folder
 from shardwise.engine.agreement import raised_on_every_rank, written_on_every_rank
-from shardwise.engine.exchange import all_gather_json
+from shardwise.engine.exchange import all_gather_json, gather_json
 from shardwise.engine.files.safetensors_file import SafetensorsReader, TensorSpec, differences
 from shardwise.engine.files.staging import Copies, StagingBuffers
 from shardwise.engine.files.state_files import ShardFile, StateIndex, own_share, shard_name
@@ -61,7 +61,7 @@ def save_state(
     file: ShardFile | None = None
     with written_on_every_rank(folder):
         file = writing.result()
-    files = all_gather_json(None if file is None else asdict(file))
+    files = gather_json(None if file is None else asdict(file))
     with written_on_every_rank(folder):
         if dist.get_rank() == 0:
             state.finish(folder, [None if tree is None else ShardFile(**tree) for tree in files])

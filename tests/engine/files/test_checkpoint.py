@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,6 +61,27 @@ def test_a_thread_writes_the_state_while_something_else_is_done(run_ranks, tmp_p
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("before", "after", "failed")
     )
     assert others == [before, before]
+
+
+def gathered_in_a_save(folder, state):
+    """Elements that this rank gives where all ranks receive them, when the plan is made."""
+    trained, gather, gathered = build(folder, {}, {}), dist.all_gather, []
+    steps(trained, [0])
+    trained.state.save(Path(state))
+
+    def noted(received, tensor):
+        gathered.append(tensor.numel())
+        gather(received, tensor)
+
+    with patch.object(dist, "all_gather", noted):
+        trained.state.save(Path(state))
+    return gathered
+
+
+def test_what_the_ranks_wrote_goes_to_rank_0_alone(run_ranks, tmp_path):
+    """The others are sent the ranks' numbers of bytes."""
+    folder = str(tiny_folder("llama", tmp_path / "model"))
+    assert run_ranks(gathered_in_a_save, 2, folder, str(tmp_path / "state")) == [[1], [1]]
 
 
 def test_a_shard_that_replicas_share_is_written_once(run_ranks, tmp_path):
