@@ -353,7 +353,8 @@ class TrainEngine:
         Args:
             on_fault: as for `ShardedOptimizer.step`; also given the losses of this rank's micro-batches.
         Returns:
-            The optimizer's metrics, and how long this rank computed since the last step (see `BusyClock`).
+            The optimizer's metrics, how long this rank computed since the last step (see `BusyClock`), and on rank 0
+            the load of experts (see `ExpertLoads`).
         """
         assert self._optimizer is not None, "a frozen engine has no optimizer"
         self._require_onloaded("params", "grads", "optimizer")

@@ -142,13 +142,14 @@ def expected_metrics(loads, aux_loss):
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_loads_loss_and_gradients_are_those_of_sequences_alone_on_every_layout(run_ranks, folder, expected, world_size):
-    """Recomputation, empty micro-batches, the padding of shared sequences, passes without training count nothing."""
+    """Recomputation, empty micro-batches, the padding of shared sequences, passes without training count nothing.
+    Rank 0 tells the metrics for all."""
     loads, aux_loss, gradients = expected
     wanted = expected_metrics(loads, aux_loss)
     ranks = run_ranks(train_cells, world_size, str(folder), CELLS[world_size], timeout_seconds=120)
     for place, (keys, cap) in enumerate(CELLS[world_size]):
-        for metrics, found in (rank[place] for rank in ranks):
-            assert metrics == pytest.approx(wanted, rel=1e-5), (keys, cap)
+        for rank, (metrics, found) in enumerate(cells[place] for cells in ranks):
+            assert metrics == (pytest.approx(wanted, rel=1e-5) if rank == 0 else {}), (keys, cap)
             for name, gradient in found.items():
                 if gradient is None:
                     assert name.startswith(tuple(keys["freeze_module_prefix"]))

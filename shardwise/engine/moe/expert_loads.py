@@ -130,8 +130,9 @@ class ExpertLoads:
                 _add(self._aux_losses, place, loss)
 
     def take(self) -> Metrics:
-        """Collective. Returns, for the micro-batches of all ranks since the last call, how far the load is from even,
-        and the auxiliary loss without its coefficient. The means are over nothing if no router saw a token."""
+        """Collective. Returns on rank 0, for the micro-batches of all ranks since the last call, how far the load is
+        from even, and the auxiliary loss without its coefficient; nothing on the others, since they would send as much
+        of the same. The means are over nothing if no router saw a token."""
         if not self._loads:
             return {}
         places = sorted(self._loads)
@@ -141,6 +142,8 @@ class ExpertLoads:
         flat = torch.cat(parts)
         dist.all_reduce(flat)
         self.clear()
+        if dist.get_rank() > 0:
+            return {}
         loads, losses = flat.split([sum(sizes), len(flat) - sum(sizes)])
         metrics = self._load_metrics(
             {
