@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from shardwise.console import warn
 from shardwise.durable import is_still_at, to_json
@@ -50,7 +50,7 @@ class RunLog:
             last_step: the step from which an earlier run goes on: lines up to it stay, later ones are cut off. None
                 moves earlier files aside.
             lengths: name of a file -> its bytes up to `last_step`, as far as known: a file that has lost some gets a
-                warning.
+                warning, and of one that has all only what comes after them is read.
             keeps_lines: whether lines that cannot be written, on a full disk say, wait in memory until they can, up to
                 MAX_WAITING_BYTES a file, with a warning, as do TensorBoard's events; False raises.
         """
@@ -252,7 +252,7 @@ def _open_lines(path: Path, last_step: int | None, lengths: Mapping[str, int], *
     if last_step is None:
         move_aside(path)
     elif path.exists():
-        _cut_after(path, last_step)
+        _cut_after(path, last_step, lengths.get(path.name, 0))
     file = LogFile(path, keeps_lines=keeps_lines)
     if last_step is not None and (lost := lengths.get(path.name, 0) - file.num_bytes) > 0:
         warn(
@@ -266,11 +266,12 @@ def _as_lines(*rows: Mapping[str, Any]) -> bytes:
     return "".join(to_json(row) + "\n" for row in rows).encode()
 
 
-def _cut_after(path: Path, last_step: int) -> None:
+def _cut_after(path: Path, last_step: int, length: int) -> None:
     """Drops the lines of later steps, and an incomplete line just before them. What cannot be read between lines of
-    earlier steps stays as it is."""
+    earlier steps stays as it is. Reads from byte `length` on where a line up to `last_step` ends there, else all."""
     with path.open("r+b") as file:
-        num_bytes = end = 0
+        num_bytes = end = length if _ends_line_up_to(last_step, file, length) else 0
+        file.seek(end)
         for line in file:
             end += len(line)
             step = _step_of(line)
@@ -279,6 +280,20 @@ def _cut_after(path: Path, last_step: int) -> None:
             if step is not None:
                 num_bytes = end
         file.truncate(num_bytes)
+
+
+def _ends_line_up_to(last_step: int, file: BinaryIO, end: int) -> bool:
+    """Whether a whole line of `last_step`, or of a step before it, ends at this byte: those before it are of no later
+    step either."""
+    if not 0 < end <= file.seek(0, os.SEEK_END):
+        return False
+    start, tail = end, b""
+    while start > 0 and b"\n" not in tail[:-1]:
+        start = max(0, end - max(1 << 16, 2 * (end - start)))
+        file.seek(start)
+        tail = file.read(end - start)
+    step = _step_of(tail[:-1].rpartition(b"\n")[2] + tail[-1:])
+    return step is not None and step <= last_step
 
 
 def _step_of(line: bytes) -> int | None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwise.observability import RunLog, SampleLog, move_aside
+from shardwise.observability import RunLog, SampleLog, move_aside, sinks
 
 
 def test_run_log_writes_exactly_these_bytes(tmp_path):
@@ -122,6 +122,43 @@ def test_a_line_that_cannot_be_read_costs_none_of_those_after_it(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines, b'{"step": 5}\n', b'{"step": 6, "t']))
     with RunLog(tmp_path, tensorboard=False, last_step=4):
         assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines)
+
+
+ROWS = [(1, "a", 200_000), (1, "b", 9), (2, "c", 9), (2, "d", 300_000), (3, "e", 9), (3, "f", 100_000)]
+"""Step, letter and length of a row's text."""
+
+
+def test_a_run_killed_at_any_byte_goes_on_with_whole_lines_each_of_them_once(tmp_path):
+    """Whether the length of the file up to its last step is known or not; some lines are longer than a block."""
+    lines = [f'{{"step": {step}, "text": "{letter * size}"}}\n' for step, letter, size in ROWS]
+    up_to_2 = sum(len(line) for line, (step, _, _) in zip(lines, ROWS, strict=True) if step <= 2)
+    written, path = "".join(lines).encode(), tmp_path / "samples.jsonl"
+    ends = [len("".join(lines[:count])) for count in range(len(lines) + 1)]
+    for num_bytes in sorted({min(max(0, end + by), ends[-1]) for end in ends for by in (-70_000, -2, -1, 0, 1, 2)}):
+        expected = max(end for end in ends if end <= min(num_bytes, up_to_2))
+        for lengths in ({}, {path.name: up_to_2}):
+            path.write_bytes(written[:num_bytes])
+            with SampleLog(tmp_path, last_step=2, lengths=lengths):
+                assert path.read_bytes() == written[:expected], (num_bytes, lengths)
+
+
+def test_of_a_file_that_has_all_of_its_lines_only_what_comes_after_them_is_read(tmp_path, monkeypatch):
+    lines = [f'{{"step": {step}}}\n' for step in range(1, 101)]
+    (tmp_path / "samples.jsonl").write_text("".join(lines))
+    parsed, step_of = [], sinks._step_of
+    monkeypatch.setattr(sinks, "_step_of", lambda line: parsed.append(line.decode()) or step_of(line))
+    with SampleLog(tmp_path, last_step=98, lengths={"samples.jsonl": len("".join(lines[:98]))}):
+        assert (tmp_path / "samples.jsonl").read_text() == "".join(lines[:98])
+    assert parsed == lines[97:99]
+
+
+@pytest.mark.parametrize("second", ['{"step": 9}\n', '{"step":  2\n'])
+def test_a_file_of_the_known_length_with_other_lines_is_read_whole(tmp_path, second):
+    """Such as those of a run that went on from an earlier step, or a damaged one."""
+    first, third = '{"step": 1}\n', '{"step": 9}\n'
+    (tmp_path / "samples.jsonl").write_text(first + second + third)
+    with SampleLog(tmp_path, last_step=2, lengths={"samples.jsonl": len(first + second)}):
+        assert (tmp_path / "samples.jsonl").read_text() == first
 
 
 def test_files_that_are_gone_begin_anew(tmp_path):
