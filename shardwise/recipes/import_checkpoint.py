@@ -24,7 +24,7 @@ from shardwise.engine.freeze import freeze
 from shardwise.engine.model import build_on_meta
 from shardwise.model_config import read_model_config
 from shardwise.recipes.checkpointing.checkpoints import CHECKPOINTS, WEIGHTS, latest_hf_folder, step_folder
-from shardwise.recipes.checkpointing.manifest import write_manifest
+from shardwise.recipes.checkpointing.manifest import deal_files, write_manifest
 from shardwise.recipes.checkpointing.publishing import new_checkpoint
 from shardwise.recipes.checkpointing.resume import STATE, write_run
 from shardwise.recipes.export import named_dtype, new_folder, require_empty, written
@@ -93,7 +93,8 @@ def import_checkpoint(
                 checkpoint / STATE / POLICY, RuntimeWeights(meta, weights.weights)
             )
             write_run(checkpoint, run, step=step, parts=None, files={})
-            write_manifest(checkpoint, group.call("hash_files", str(checkpoint)), step=step, all_finite=True)
+            shares = group.scatter("hash_files", deal_files(checkpoint, group.size), str(checkpoint))
+            write_manifest(checkpoint, shares, step=step, all_finite=True)
         hf = step_folder(Path(target), step) / WEIGHTS
         print(
             f"{TITLE}: AdamW after {states.num_updates:,} updates; continue with trainer.resume={hf.parent}", flush=True

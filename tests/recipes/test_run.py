@@ -130,7 +130,7 @@ def test_files_of_a_run_hold_what_was_reported(tmp_path, fake_group, run_of, cap
         for call in (
             ("nonfinite_tensors", "policy"),
             ("save", "policy", model, folder, f"{folder}/state/policy"),
-            ("hash_files", folder),
+            ("hash_files", [["state/policy/weights", "state/run.json", "weights"]], folder),
         )
     ]
     assert steps_saved(tmp_path) == {f"step_{step}" for step in staged}
@@ -188,10 +188,12 @@ def test_a_checkpoint_holds_every_engine_in_a_folder_of_its_own(tmp_path, fake_g
         list(run.steps())
     for step in (3, 5):
         staged = tmp_path / "checkpoints" / f".step_{step}.tmp"
-        assert [(*call[:2], *call[3:]) for call in group.calls if call[-1].startswith(str(staged))] == [
-            ("save", "policy", str(staged), str(staged / "state" / "policy")),
-            ("save", "critic", str(staged / "critic"), str(staged / "state" / "critic")),
-            ("hash_files", str(staged)),
+        shares = [["critic/weights", "state/policy/weights", "weights"], ["state/critic/weights", "state/run.json"]]
+        model = ModelConfig(path="m").model_dump_json()
+        assert [call for call in group.calls if call[-1].startswith(str(staged))] == [
+            ("save", "policy", model, str(staged), str(staged / "state" / "policy")),
+            ("save", "critic", model, str(staged / "critic"), str(staged / "state" / "critic")),
+            ("hash_files", shares, str(staged)),
         ]
 
 

@@ -50,18 +50,21 @@ def shard_name(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
-def own_share(names: Collection[str]) -> list[str]:
-    """Returns this rank's share of files that all ranks read together, each file once. A shard belongs to the rank with
+def deal(names: Collection[str], num_ranks: int) -> list[list[str]]:
+    """Returns, by rank, the shares of files that ranks read together, each file once. A shard belongs to the rank with
     its writer's number, which resumes from it if the layout is the same, so that its host reads it once; the other
-    files are dealt out in turn.
-
-    Args:
-        names: file names or paths, the same on every rank.
-    """
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    writers = {name: int(shard[1]) for name in names if (shard := _SHARD.fullmatch(Path(name).name))}
+    files are dealt out in turn."""
+    writers = {name: int(shard[1]) for name in sorted(names) if (shard := _SHARD.fullmatch(Path(name).name))}
     others = sorted(set(names) - writers.keys())
-    return sorted(name for name, writer in writers.items() if writer % num_ranks == rank) + others[rank::num_ranks]
+    shares = [list[str]() for _ in range(num_ranks)]
+    for name, writer in writers.items():
+        shares[writer % num_ranks].append(name)
+    return [share + others[rank::num_ranks] for rank, share in enumerate(shares)]
+
+
+def own_share(names: Collection[str]) -> list[str]:
+    """Returns this rank's share, as `deal` gives it, of file names or paths that are the same on every rank."""
+    return deal(names, dist.get_world_size())[dist.get_rank()]
 
 
 def shard_files(folder: Path) -> list[Path]:

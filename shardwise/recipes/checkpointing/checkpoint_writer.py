@@ -12,7 +12,7 @@ from shardwise.console import on_host
 from shardwise.data import load_tokenizer
 from shardwise.engine import StagedExport, named_failures
 from shardwise.engine.files.state_files import ShardFile
-from shardwise.recipes.checkpointing.manifest import hash_share
+from shardwise.recipes.checkpointing.manifest import hash_files
 from shardwise.types import Connections
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ class CheckpointWriter:
         written again."""
         return _outcome(Path(checkpoint), partial(self._write_indexes, Path(checkpoint), written))
 
-    def hash_files(self, checkpoint: str) -> Outcome:
+    def hash_files(self, share: Sequence[str], checkpoint: str) -> Outcome:
         """Hashes this rank's share of a checkpoint's files, for its manifest."""
-        return _outcome(Path(checkpoint), partial(hash_share, Path(checkpoint)))
+        return _outcome(Path(checkpoint), partial(hash_files, share, Path(checkpoint)))
 
     def _write_indexes(self, folder: Path, written: Sequence[dict[str, Any]] | None) -> None:
         if written is None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from shardwise.config import ExportError
 from shardwise.controller.base import WorkerGroup
+from shardwise.recipes.checkpointing.manifest import deal_files
 from shardwise.recipes.checkpointing.resume import STATE
 from shardwise.recipes.engines import RemoteEngine
 
@@ -22,7 +23,8 @@ class EngineFiles(Protocol):
         """Writes the weights of every engine and, if it is saved, its training state. Raises ExportError."""
 
     def hash_shares(self, checkpoint: Path) -> list[dict[str, Any]]:
-        """Returns what each rank found in its share of a checkpoint's files, for the manifest. Raises ExportError."""
+        """Returns what each rank found in its share of a checkpoint's files, for the manifest. Raises ExportError,
+        OSError."""
         ...
 
 
@@ -47,7 +49,7 @@ class LiveEngines:
 
     def hash_shares(self, checkpoint: Path) -> list[dict[str, Any]]:
         """See EngineFiles.hash_shares."""
-        return self.group.call("hash_files", str(checkpoint))
+        return self.group.scatter("hash_files", deal_files(checkpoint, self.group.size), str(checkpoint))
 
 
 class StagedEngines:
@@ -76,7 +78,7 @@ class StagedEngines:
 
     def hash_shares(self, checkpoint: Path) -> list[dict[str, Any]]:
         """See EngineFiles.hash_shares."""
-        return _results(self.group.call("hash_files", str(checkpoint)))
+        return _results(self.group.scatter("hash_files", deal_files(checkpoint, self.group.size), str(checkpoint)))
 
 
 def _results(outcomes: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -1,17 +1,19 @@
 """manifest.json: lists every file of a checkpoint with its size and hash, and for weights the dtype, shape and hash of
 each tensor. It is written last, so a checkpoint that has one is whole."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
+import torch.distributed as dist
+
 from shardwise.config import ModelError
 from shardwise.engine import raised_on_every_rank
 from shardwise.engine.files.safetensors_file import SafetensorsReader
-from shardwise.engine.files.state_files import INDEX, ShardFile, StateIndex, described, own_share, shard_files
+from shardwise.engine.files.state_files import INDEX, ShardFile, StateIndex, deal, described, own_share, shard_files
 from shardwise.engine.files.verified_files import FileRecord, read_sealed_json, write_sealed_json
 from shardwise.recipes.checkpointing.checkpoints import WEIGHTS, checkpoint_of, is_checkpoint
 
@@ -71,13 +73,26 @@ class WeightsFile:
         ShardFile(self.num_bytes, self.header_xxh3, self.tensor_xxh3).check(path, tensors=self.tensors)
 
 
-def hash_share(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Returns path in the checkpoint -> record, for this rank's share of the files: together, the ranks read each once.
+def deal_files(checkpoint: Path, num_ranks: int) -> list[list[str]]:
+    """Returns, by rank, the paths in the checkpoint of the files that a rank hashes for the manifest, each file once.
 
     Shards of a training state are left out: the index beside them holds dtypes, shapes and hashes of their tensors.
-    Raises OSError, ModelError: a file cannot be read.
+    Asks the file system about every file, so one rank should do it for all. Raises OSError.
     """
-    return {name: asdict(_record_of(checkpoint / name)) for name in own_share(_files(checkpoint))}
+    left_out = set(shard_files(checkpoint))
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path not in left_out]
+    return deal([path.relative_to(checkpoint).as_posix() for path in files], num_ranks)
+
+
+def hash_files(names: Iterable[str], checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Returns path in the checkpoint -> record of each of these files. Raises OSError, ModelError: a file cannot be
+    read."""
+    return {name: asdict(_record_of(checkpoint / name)) for name in names}
+
+
+def hash_share(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Returns what `hash_files` does, for this rank's share of the files, where every rank looks for all."""
+    return hash_files(deal_files(checkpoint, dist.get_world_size())[dist.get_rank()], checkpoint)
 
 
 def write_manifest(
@@ -92,7 +107,7 @@ def write_manifest(
     """Writes the manifest, which comes last, with an id that no other save has. Raises OSError.
 
     Args:
-        shares: what `hash_share` returned on every rank.
+        shares: what `hash_files` returned on every rank.
         meshes: engine -> axis of its mesh -> ranks.
         metrics: metrics of the step; finite.
         all_finite: whether weights and states were checked for NaN and infinities, and have none.
@@ -182,9 +197,3 @@ def _record_from(tree: dict[str, Any]) -> FileRecord | ShardFile | WeightsFile:
     if "tensors" in tree:
         return WeightsFile(**tree)
     return ShardFile(**tree) if "tensor_xxh3" in tree else FileRecord(**tree)
-
-
-def _files(checkpoint: Path) -> list[str]:
-    left_out = set(shard_files(checkpoint))
-    files = [path for path in checkpoint.rglob("*") if path.is_file() and path not in left_out]
-    return [path.relative_to(checkpoint).as_posix() for path in files]

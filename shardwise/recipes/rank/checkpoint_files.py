@@ -11,7 +11,7 @@ from shardwise.data import load_tokenizer
 from shardwise.engine import Part, rewrite_folder, written_on_every_rank
 from shardwise.recipes.checkpointing.checkpoint_writer import CheckpointWriter
 from shardwise.recipes.checkpointing.checkpoints import ADAPTER, WEIGHTS
-from shardwise.recipes.checkpointing.manifest import hash_share, verify_share
+from shardwise.recipes.checkpointing.manifest import hash_files, verify_share
 from shardwise.recipes.rank.hosted_engines import HostedEngines
 
 
@@ -80,11 +80,11 @@ class CheckpointFiles:
         weights = WEIGHTS if hosted.config.lora is None else ADAPTER
         hosted.engine.state.load_weights_alone(Path(folder) / weights, Path(state))
 
-    def hash_files(self, checkpoint: str) -> dict[str, dict[str, Any]]:
+    def hash_files(self, share: list[str], checkpoint: str) -> dict[str, dict[str, Any]]:
         """Hashes this rank's share of a checkpoint's files for its manifest. Raises ExportError on every rank if one
         cannot be read."""
         with written_on_every_rank(Path(checkpoint)):
-            return hash_share(Path(checkpoint))
+            return hash_files(share, Path(checkpoint))
 
     def verify_files(self, checkpoint: str) -> str | None:
         """Compares this rank's share of a checkpoint's files, except shards of training states, with what was written.

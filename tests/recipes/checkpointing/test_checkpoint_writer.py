@@ -183,15 +183,17 @@ def test_a_rank_that_does_not_see_the_checkpoint_makes_none_of_its_own(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_are_hashed_for_the_manifest(run_ranks, tmp_path):
+def test_files_are_hashed_for_the_manifest(tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
-    [outcome] = run_ranks(hashed, 1, str(tmp_path))
-    assert outcome["error"] == ""
-    assert outcome["result"]["a"]["num_bytes"] == 3
     (tmp_path / "b.safetensors").write_bytes(b"cut")
-    [outcome] = run_ranks(hashed, 1, str(tmp_path))
+    writer = CheckpointWriter(0, links=None)
+    outcome = writer.hash_files(["a"], str(tmp_path))
+    assert outcome["error"] == ""
+    assert {name: record["num_bytes"] for name, record in outcome["result"].items()} == {"a": 3}
+    outcome = writer.hash_files(["a", "b.safetensors"], str(tmp_path))
     assert f"{tmp_path}/b.safetensors cannot be read" in outcome["error"]
 
 
-def hashed(folder):
-    return CheckpointWriter(0, links=None).hash_files(folder)
+def test_a_rank_that_does_not_see_a_file_of_its_share_says_so(tmp_path):
+    outcome = CheckpointWriter(1, links=None).hash_files(["hf/config.json"], str(tmp_path))
+    assert f"No such file or directory: '{tmp_path}/hf/config.json'" in outcome["error"]

@@ -7,7 +7,7 @@ from shardwise.recipes.checkpointing.engine_files import LiveEngines, StagedEngi
 @pytest.fixture
 def engines(fake_group, remote):
     """The policy and the critic of two ranks, whose hashes tell the ranks apart."""
-    group = fake_group(2, hash_files=lambda rank, _: {"rank": rank})
+    group = fake_group(2, hash_files=lambda rank, share, _: {"rank": rank, "share": share})
     return {"": remote(group), "critic": remote(group, "critic")}
 
 
@@ -15,10 +15,20 @@ def arguments(group, method):
     return [call[1:] for call in group.calls if call[0] == method]
 
 
+SHARES = [{"rank": 0, "share": ["a", "c"]}, {"rank": 1, "share": ["b"]}]
+"""What two ranks answer where rank 0 has found the files a, b and c."""
+
+
+def touch_files(folder):
+    for name in "abc":
+        (folder / name).touch()
+
+
 def test_live_engines_write_weights_and_states_into_their_folders(tmp_path, engines):
     files = LiveEngines(engines, with_state=True)
     files.write(tmp_path)
-    assert files.hash_shares(tmp_path) == [{"rank": 0}, {"rank": 1}]
+    touch_files(tmp_path)
+    assert files.hash_shares(tmp_path) == SHARES
     assert files.group is engines[""].group
     model = engines[""].source.model.model_dump_json()
     assert arguments(files.group, "save") == [
@@ -34,11 +44,12 @@ def test_live_engines_write_no_state_that_is_not_saved(tmp_path, engines):
 
 def test_staged_engines_are_copied_once_and_written_by_the_writers(tmp_path, engines, fake_group):
     answers = {"write": lambda rank, _: outcome(rank), "finish": lambda *_: outcome({})}
-    writers = fake_group(2, **answers, hash_files=lambda rank, _: outcome({"rank": rank}))
+    writers = fake_group(2, **answers, hash_files=lambda rank, share, _: outcome({"rank": rank, "share": share}))
     files = StagedEngines(engines, writers, with_state=False)
     for _ in range(2):
         files.write(tmp_path)
-    assert files.hash_shares(tmp_path) == [{"rank": 0}, {"rank": 1}]
+    touch_files(tmp_path)
+    assert files.hash_shares(tmp_path) == SHARES
     assert engines[""].group.methods == ["stage_weights", "stage_weights"]
     assert writers.methods == ["clear", "write", "finish", "write", "finish", "hash_files"]
     assert arguments(writers, "finish")[0] == ([[0, 1], None], str(tmp_path)), "rank 0 alone is told what all wrote"

@@ -87,7 +87,8 @@ def test_a_critic_goes_on_from_its_weights_without_states_while_other_engines_ha
 def test_the_files_of_a_checkpoint_are_hashed_and_verified(tmp_path):
     (tmp_path / "a").write_text("text")
     worker = Worker(torch.device("cpu"))
-    hashes = worker.hash_files(str(tmp_path))
+    (tmp_path / "of another rank").touch()
+    hashes = worker.hash_files(["a"], str(tmp_path))
     assert hashes == {"a": {"num_bytes": 4, "xxh3": xxhash.xxh3_64_hexdigest(b"text")}}
     write_manifest(tmp_path, [hashes], step=1)
     assert worker.verify_files(str(tmp_path)) is None
