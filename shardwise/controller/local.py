@@ -4,12 +4,14 @@ The same under `shardwise --nproc`, under torchrun, and alone on one process.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.codec import decode, encode
@@ -74,7 +76,8 @@ class RankGroup:
         fewer shards than ranks. Results by shard. Raises as `call`."""
         assert self.size % len(shards) == 0, (len(shards), self.size)
         num_sharing = self.size // len(shards)
-        messages = [_command(method, [shard, *args]) for shard in shards for _ in range(num_sharing)]
+        encoded = [_command(method, [shard, *args]) for shard in shards]
+        messages = [message for message in encoded for _ in range(num_sharing)]
         return self._run(method, messages, (shards[0], *args))[::num_sharing]
 
     def part(self, first: int, last: int, *, timeout_seconds: float, timeout_key: str) -> Self:
@@ -108,25 +111,16 @@ class RankGroup:
         for rank in others:
             if not self._locks[rank].acquire(timeout=self._timeout.total_seconds()):
                 raise self._silence(rank, "take", "shutdown")
-        with self._watch("take", "shutdown") as rank_in_turn:
-            for rank in others:
-                rank_in_turn[0] = rank
-                _send(_command(_SHUTDOWN, []), rank, self._control, self._timeout)
+        self._send("shutdown", dict.fromkeys(others, _command(_SHUTDOWN, [])))
 
     def _run(self, method: str, messages: Sequence[Tensor], own_args: Sequence[Any]) -> list[Any]:
         # Each rank has its time from the answer of the one before. What rank 0 does itself has no deadline.
         deadline_seconds = 0.0 if self.ranks[0] == 0 else self.size * self._timeout.total_seconds()
+        others = {rank: message for rank, message in zip(self.ranks, messages, strict=True) if rank != 0}
         with self._turn(), commanded(method, own_args, deadline_seconds=deadline_seconds):
-            with self._watch("take", method) as rank_in_turn:
-                for rank, message in zip(self.ranks, messages, strict=True):
-                    rank_in_turn[0] = rank
-                    if rank != 0:
-                        _send(message, rank, self._control, self._timeout)
+            self._send(method, others)
             answers = [_answer(self._worker, method, own_args)] if self.ranks[0] == 0 else []
-            with self._watch("answer", method) as rank_in_turn:
-                for rank in self.ranks[len(answers) :]:
-                    rank_in_turn[0] = rank
-                    answers.append(decode(_receive(rank, self._control, self._timeout)))
+            answers += [decode(message) for message in self._receive(method, list(others))]
         failures = [failure for _, failure in answers if failure is not None]
         if failures:
             raise ExportError(failures[0])
@@ -140,16 +134,36 @@ class RankGroup:
                 stack.enter_context(self._locks[rank])
             yield
 
-    @contextmanager
-    def _watch(self, verb: str, method: str) -> Iterator[list[int]]:
+    def _send(self, method: str, messages: Mapping[int, Tensor]) -> None:
+        """Sends every rank its message, to all at once: a rank that is late keeps no other waiting."""
+        sending = {rank: _begin_to_send(message, rank, self._control) for rank, message in messages.items()}
+        for rank, works in sending.items():
+            for work in works:
+                self._wait(work, rank, "take", method)
+
+    def _receive(self, method: str, ranks: Sequence[int]) -> Iterator[Tensor]:
+        """Receives a message of each rank, from all at once. They come in the order of the ranks, and each is let go
+        before the next: a message and what it says are not held twice, but for one of them."""
+        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in ranks}
+        arriving = {rank: self._control.recv([size], rank, 0) for rank, size in sizes.items()}
+        messages: deque[tuple[int, Tensor, dist.Work]] = deque()
+        for rank, work in arriving.items():
+            self._wait(work, rank, "answer", method)
+            message = torch.empty(int(sizes[rank]), dtype=torch.uint8)
+            messages.append((rank, message, self._control.recv([message], rank, 0)))
+        while messages:
+            rank, message, work = messages.popleft()
+            self._wait(work, rank, "answer", method)
+            yield message
+
+    def _wait(self, work: dist.Work, rank: int, verb: str, method: str) -> None:
         """Turns the transport's timeout, which names nobody, into an error that names the rank and the call."""
-        rank_in_turn = [0]
         try:
-            yield rank_in_turn
+            work.wait(self._timeout)
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise
-            raise self._silence(rank_in_turn[0], verb, method) from error
+            raise self._silence(rank, verb, method) from error
 
     def _silence(self, rank: int, verb: str, method: str) -> RankSilentError:
         return RankSilentError(
@@ -176,14 +190,15 @@ def serve(worker: Any, control: Connections, *, follows_steps: bool = True) -> N
     if follows_steps:
         enter_service()
     while True:
-        step, method, args = decode(_receive(0, control, _FOR_AS_LONG_AS_IT_TAKES))
+        step, method, args = decode(_next_command(control))
         if method == _SHUTDOWN:
             return
         if follows_steps and step != plan().step:
             enter_step(step)
         with commanded(method, args):
             answer = encode(_answer(worker, method, args))
-        _send(answer, 0, control, _FOR_AS_LONG_AS_IT_TAKES)
+        for work in _begin_to_send(answer, 0, control):
+            work.wait(_FOR_AS_LONG_AS_IT_TAKES)
 
 
 def _answer(worker: Any, method: str, args: Sequence[Any]) -> tuple[Any, str | None]:
@@ -209,14 +224,13 @@ def serve_in_background(worker: Any, control: Connections, on_failure: Callable[
     return thread
 
 
-def _send(message: Tensor, rank: int, group: Connections, timeout: timedelta) -> None:
-    for part in (torch.tensor([message.numel()]), message):
-        group.send([part], rank, 0).wait(timeout)
+def _begin_to_send(message: Tensor, rank: int, group: Connections) -> list[dist.Work]:
+    return [group.send([part], rank, 0) for part in (torch.tensor([message.numel()]), message)]
 
 
-def _receive(rank: int, group: Connections, timeout: timedelta) -> Tensor:
+def _next_command(control: Connections) -> Tensor:
     size = torch.zeros(1, dtype=torch.int64)
-    group.recv([size], rank, 0).wait(timeout)
+    control.recv([size], 0, 0).wait(_FOR_AS_LONG_AS_IT_TAKES)
     message = torch.empty(int(size), dtype=torch.uint8)
-    group.recv([message], rank, 0).wait(timeout)
+    control.recv([message], 0, 0).wait(_FOR_AS_LONG_AS_IT_TAKES)
     return message

@@ -5,6 +5,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -291,3 +292,83 @@ def test_neighbouring_ranks_share_a_shard_and_the_first_of_them_answers(run_rank
     """Ranks of one sequence (engine.ulysses_size) are neighbours too."""
     found, _, _, _ = run_ranks(scatter_shards, 4, num_shards)
     assert found == (results, [[[[first, 10], "all"]] for first in heard])
+
+
+@pytest.mark.parametrize("num_shards", [4, 2, 1])
+def test_a_shard_is_encoded_once_for_all_ranks_that_share_it(monkeypatch, num_shards):
+    encoded = []
+    monkeypatch.setattr("shardwise.controller.local.encode", lambda value: encoded.append(value) or torch.zeros(1))
+    group = RankGroup(None, Mock(size=lambda: 4), timeout_seconds=20)
+    monkeypatch.setattr(group, "_run", lambda method, messages, own_args: messages)
+    group.scatter("hear", list(range(num_shards)), "all")
+    assert [args for _, _, args in encoded] == [[shard, "all"] for shard in range(num_shards)]
+
+
+class Meeting:
+    """Rank 1 comes to serve once rank 2 has worked on a command."""
+
+    def __init__(self, store) -> None:
+        self._store = store
+
+    def work(self):
+        self._store.set(f"worked/{torch.distributed.get_rank()}", "")
+        return torch.distributed.get_rank()
+
+
+def begin_to_serve_late():
+    """Of rank 0: the answers to a call that rank 1 takes after rank 2 has worked on it."""
+    store = call_store()
+    worker, control = Meeting(store), torch.distributed.group.WORLD
+    if torch.distributed.get_rank() == 1:
+        store.wait(["worked/2"], timedelta(seconds=10))
+    if torch.distributed.get_rank() != 0:
+        serve(worker, control)
+        return None
+    group = RankGroup(worker, control, timeout_seconds=20)
+    answers = group.call("work")
+    group.shutdown()
+    return answers
+
+
+def test_a_rank_that_is_late_to_take_a_command_keeps_no_other_from_it(run_ranks):
+    assert run_ranks(begin_to_serve_late, 3)[0] == [0, 1, 2]
+
+
+class Journal:
+    """Connections that keep a journal of what begins and what is waited for."""
+
+    def __init__(self, control) -> None:
+        self._control, self.lines = control, []
+
+    def size(self):
+        return self._control.size()
+
+    def send(self, tensors, rank, tag):
+        return self._noted("send", tensors, rank, tag)
+
+    def recv(self, tensors, rank, tag):
+        return self._noted("recv", tensors, rank, tag)
+
+    def _noted(self, verb, tensors, rank, tag):
+        work = getattr(self._control, verb)(tensors, rank, tag)
+        self.lines.append(f"{verb} {rank}")
+        return Mock(wait=lambda timeout: self.lines.append(f"wait {rank}") or work.wait(timeout))
+
+
+def keep_a_journal():
+    """Of rank 0: that of a call of three ranks."""
+    control = torch.distributed.group.WORLD
+    if torch.distributed.get_rank() != 0:
+        serve(Counter(), control)
+        return None
+    journal = Journal(control)
+    assert RankGroup(Counter(), journal, timeout_seconds=20).call("add", 4) == [4, 4, 4]
+    RankGroup(Counter(), control, timeout_seconds=20).shutdown()
+    return journal.lines
+
+
+def test_ranks_are_told_and_answer_at_the_same_time_and_are_waited_for_in_turn(run_ranks):
+    """Were each waited for before the next is told or heard, a call would take a round trip for each."""
+    told = [*("send 1", "send 1", "send 2", "send 2"), *("wait 1", "wait 1", "wait 2", "wait 2")]
+    sizes = ["recv 1", "recv 2", "wait 1", "recv 1", "wait 2", "recv 2"]
+    assert run_ranks(keep_a_journal, 3)[0] == [*told, *sizes, "wait 1", "wait 2"]
