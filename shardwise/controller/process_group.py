@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -39,6 +40,13 @@ def backend_of(device_type: str) -> str:
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def allow_open_files() -> None:
+    """Lets this process open as many files as the system lets it: a rank holds several connections to every other, and
+    the usual soft limit of 1,024 is for programs that call select."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def open_store(rank: Rank, *, timeout_seconds: int) -> dist.Store:

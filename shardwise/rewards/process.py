@@ -309,9 +309,11 @@ class RewardProcess:
 
     def _wait_for_end(self) -> None:
         deadline = time.monotonic() + _END_SECONDS
+        readable = select.poll()
+        readable.register(self._result_fd, select.POLLIN)
         # A process that the kernel holds in a system call ends when that call does; nothing can hurry it.
         while (seconds := deadline - time.monotonic()) > 0 and b'{"exit": ' not in self._unread:
-            if select.select([self._result_fd], [], [], seconds)[0]:
+            if readable.poll(seconds * 1000):
                 data = os.read(self._result_fd, _READ_BYTES)
                 if not data:
                     return

@@ -1,8 +1,10 @@
 """Processes that are forked after one import of the functions."""
 
 import os
+import resource
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,19 @@ def test_a_server_that_was_killed_is_replaced_and_costs_no_job(pool, tmp_path):
     assert score(pool, ["parent"])[0].score not in (parent.score, 1.0)
     assert (tmp_path / "imports").read_text() == "xx"
     assert ends(int(helper.score))
+
+
+def test_a_process_is_ended_beside_more_open_files_than_select_can_watch(tmp_path):
+    """Rank 0 of hundreds has them: a connection to each, several times over."""
+    with ExitStack() as stack:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1024):
+            stack.callback(os.close, os.dup(0))
+        pool = RewardPool([FunctionReward(function="rules.py:f")], num_workers=1, timeout_seconds=0.1)
+        stack.callback(pool.close)
+        assert score(pool, ["hang"])[0].failure == "did not return within 0.1 s"
 
 
 def test_close_ends_what_importing_started(pool):

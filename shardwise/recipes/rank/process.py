@@ -20,7 +20,7 @@ from shardwise.controller.launch import is_launched
 from shardwise.controller.local import RankGroup, serve, serve_in_background
 from shardwise.controller.neighbours import watching_neighbour
 from shardwise.controller.peers import watched_by_peers
-from shardwise.controller.process_group import Rank, connect, open_store, process_group
+from shardwise.controller.process_group import Rank, allow_open_files, connect, open_store, process_group
 from shardwise.controller.signals import pass_on, stop_signals
 from shardwise.controller.stall import RankStalledError, StallLimit, watching_itself, with_own_stacks
 from shardwise.controller.watchdog import REPORTS, be_watched
@@ -66,6 +66,7 @@ def run_rank(
         The exit code of this process.
     """
     quiet_libraries()
+    allow_open_files()
     rank = Rank.from_environment()
     be_watched(rank.rank)
     reactions = _Reactions(partial(note_failure, rank=rank.rank), pass_on)

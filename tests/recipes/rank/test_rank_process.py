@@ -1,10 +1,13 @@
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from shardwise.config import DataError, Split
 from shardwise.controller.base import RankStalledError
+from shardwise.controller.launch import launch
 from shardwise.fault_plan import plan
 from shardwise.recipes.rank import process
 from shardwise.recipes.rank.process import run_rank
@@ -27,6 +30,24 @@ def test_a_recipe_runs_inside_the_process_group_with_a_worker_and_leaves_it():
     assert run_rank(recipe, timeout_seconds=7) == 0
     assert seen == [(1, Worker, 1, "gloo")]
     assert not dist.is_initialized()
+
+
+FEW_OPEN_FILES = """
+import os, resource, sys
+sys.path.insert(0, sys.argv[1])
+from shardwise.recipes.rank.process import run_rank
+
+num_open = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 8, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+sys.exit(run_rank(lambda group: print("met", group.size), timeout_seconds=20))
+"""
+
+
+def test_ranks_open_as_many_connections_as_they_need_whatever_the_soft_limit(tmp_path, capfd):
+    script = tmp_path / "rank.py"
+    script.write_text(FEW_OPEN_FILES)
+    assert launch([sys.executable, str(script), str(Path(__file__).parents[3])], nproc=2) == 0
+    assert capfd.readouterr().out == "met 2\n"
 
 
 @pytest.mark.parametrize(
