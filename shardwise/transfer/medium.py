@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -131,10 +130,12 @@ class Rendezvous:
         keys = [f"{meeting}/{rank}" for rank in range(self._size)]
         try:
             self._store.set(keys[self._rank], message)
-            for key in keys:
-                remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-                with suppress(RuntimeError):  # the deadline, or the store is gone, which `check` tells
-                    self._store.wait([key], remaining)
-            return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+            # Always less than whole seconds, of which a FileStore waits one more.
+            remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            try:
+                self._store.wait(keys, remaining)
+            except RuntimeError:  # the deadline, or the store is gone, which `check` tells
+                return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+            return [answer.decode() for answer in self._store.multi_get(keys)]
         except RuntimeError as error:
             raise EndLostError(f"{phase}: the store where the ends meet is gone ({error})") from error

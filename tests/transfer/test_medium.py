@@ -2,12 +2,14 @@
 MEDIA."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ends import DictReceiver, DictSender, Died, kill_self, on, random_weights, run_ends, same, stop_self
 
 from shardwise.config import UserError
@@ -20,6 +22,7 @@ from shardwise.transfer import (
     pull_weights,
     push_weights,
 )
+from shardwise.transfer.medium import EndLostError, Rendezvous
 from shardwise.transfer.receipt import NotFiniteWeightsError
 
 MEDIA: dict[str, Any] = {"process group": ProcessGroupMedium, "shared memory": SharedMemoryMedium, "disk": DiskMedium}
@@ -187,3 +190,64 @@ def test_trap_29_a_sender_lost_in_mid_sync_is_named_and_no_receiver_commits(run,
         assert isinstance(error, MediumError)
         assert str(error).endswith("nothing was heard from the sender")
         assert version == VERSION_IN_MID_SYNC[medium]
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def open_store(request, tmp_path):
+    """Opens a connection to one store, of each kind that ends meet in."""
+    if request.param == "hash":
+        store = dist.HashStore()
+        return lambda: store
+    if request.param == "file":
+        return lambda: dist.FileStore(str(tmp_path / "store"), 3)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return lambda: dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+
+
+def test_ends_meet_in_every_store_and_name_those_that_do_not_come(open_store):
+    timeout = timedelta(seconds=2)
+    ends = [Rendezvous(dist.PrefixStore("weights", open_store()), rank, 3, timeout=timeout) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        for number in range(3):
+            heard = threads.map(lambda end, number=number: end.meet("meeting", f"{number} é {end._rank}"), ends)
+            assert list(heard) == [[f"{number} é {rank}" for rank in range(3)]] * 3
+    with pytest.raises(EndLostError, match=r"^alone: waited 2 s for the sender and receiver 2$"):
+        ends[1].meet("alone", "here")
+    assert ends[2].break_off("why") == [None, None, "why"]
+
+
+class CountingStore(dist.Store):
+    """A HashStore that notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._store, self.asked = dist.HashStore(), []
+
+    def _noted(self, verb, *args):
+        self.asked.append(verb)
+        return getattr(self._store, verb)(*args)
+
+    def set(self, key, value):
+        self._noted("set", key, value)
+
+    def get(self, key):
+        return self._noted("get", key)
+
+    def check(self, keys):
+        return self._noted("check", keys)
+
+    def wait(self, keys, timeout):
+        self._noted("wait", keys, timeout)
+
+    def multi_get(self, keys):
+        return self._noted("multi_get", keys)
+
+
+def test_a_meeting_asks_the_store_as_often_for_many_ends_as_for_two():
+    store = CountingStore()
+    for rank in range(1, 100):
+        store.set(f"rendezvous/0/{rank}", f"of {rank}")
+    store.asked.clear()
+    end = Rendezvous(store, 0, 100, timeout=timedelta(seconds=5))
+    assert end.meet("meeting", "of 0") == [f"of {rank}" for rank in range(100)]
+    assert store.asked == ["set", "wait", "multi_get"]
