@@ -209,12 +209,13 @@ def _run(
         _Ranks(command, nproc, folder, variables) as ranks,
     ):
         _wait(ranks, asked, memory, stall)
+        if not asked and any(code in STOPPED for code in ranks.codes().values()):
+            time.sleep(_POLL_SECONDS)  # a signal to all processes may have ended some before a thread tells `asked`
         if asked:
             _stop(ranks, asked, stop_grace_seconds)
         code = ranks.codes().get(0)
         if code in STOPPED or (code == 0 and asked):
             ranks.wait_for_all(_LEAVE_SECONDS)
-            time.sleep(_POLL_SECONDS)  # a signal to all processes may have ended them before a thread tells `asked`
         if ranks.have_succeeded:
             return _End(0)
         if not asked or any(not note.is_lost_peer for note in read_notes(ranks.folder)):

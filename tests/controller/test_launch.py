@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from shardwise.controller import launch as launching
 from shardwise.controller.launch import launch
 
 ROOT = Path(__file__).parents[2]
@@ -237,6 +239,26 @@ def test_a_rank_whose_launcher_is_already_gone_ends_at_once(command, tmp_path):
     gone.wait()
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "SHARDWISE_LAUNCHER": str(gone.pid)}
     assert subprocess.run(rank, env=environment, timeout=30, check=False).returncode == 1
+
+
+def test_a_rank_that_a_signal_has_ended_before_the_launcher_is_told_of_it_has_not_failed(command, monkeypatch, capfd):
+    """A thread tells it, and another rank may take longer."""
+    wait_for_end = launching._wait
+
+    def wait(ranks, asked, *rest):
+        wait_for_end(ranks, [], *rest)
+        threading.Timer(0.02, asked.append, [signal.SIGINT]).start()
+
+    monkeypatch.setattr(launching, "_wait", wait)
+    body = """
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    Path(sys.argv[1], f"ready-{rank}").write_text("")
+    while rank == 0 or not Path(sys.argv[1], "ready-0").exists():
+        time.sleep(0.01)
+    sys.exit(130)
+    """
+    assert launch(command(body), nproc=2, stop_grace_seconds=5) == 130
+    assert capfd.readouterr().err == "interrupted; all ranks ended\n"
 
 
 def test_ctrl_c_ends_every_rank_and_returns_130(command, tmp_path):
