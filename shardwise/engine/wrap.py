@@ -93,18 +93,18 @@ def padding_warning(weights: Iterable[tuple[str, Sequence[int], int]], *, fsdp_s
     Args:
         weights: name, shape and number of ranks that shard it, of every parameter.
     """
-    size = gathered = most = 0
+    whole = gathered = most = 0
     worst, smaller = "", fsdp_size
     for name, shape, num_ranks in weights:
         numel, padded = math.prod(shape), math.prod(shape[1:]) * -(-shape[0] // num_ranks) * num_ranks
-        size, gathered = size + numel, gathered + padded
+        whole, gathered = whole + numel, gathered + padded
         if padded - numel > most:
             worst, most = f"{name} has {shape[0]} rows for {num_ranks} ranks", padded - numel
-            smaller = fsdp_size * shape[0] // num_ranks
-    if gathered <= MOST_PADDING * size:
+            smaller = max(size for size in divisors(fsdp_size) if size <= fsdp_size * shape[0] // num_ranks)
+    if gathered <= MOST_PADDING * whole:
         return None
     return (
-        f"engine.fsdp_size={fsdp_size}: every rank gathers {gathered / size:.1f} times the weights, for FSDP pads "
+        f"engine.fsdp_size={fsdp_size}: every rank gathers {gathered / whole:.1f} times the weights, for FSDP pads "
         f"them: {worst}; with fsdp_size={smaller} and replicas it gathers them once"
     )
 

@@ -396,6 +396,11 @@ def test_weights_that_are_gathered_several_times_over_are_warned_of(num_ranks, t
     )
 
 
+def test_the_fsdp_size_that_is_named_divides_the_ranks():
+    found = padding_warning([("experts.down_proj", (128, 64, 64), 320)], fsdp_size=320)
+    assert "128 rows for 320 ranks; with fsdp_size=80 and replicas" in found
+
+
 def test_of_experts_that_ranks_share_the_warning_counts_the_ranks_that_shard_them():
     """8 of 64 experts over 32 of 256 ranks: with a quarter of the ranks 8 over 8."""
     found = padding_warning([("experts.down_proj", (8, 64, 64), 32)], fsdp_size=256)
