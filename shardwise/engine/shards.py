@@ -1,7 +1,7 @@
 """Which part of a parameter this rank holds, and how the rows of one are spread over ranks."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,6 +38,26 @@ def is_by_rows(tensor: Tensor) -> bool:
     to experts whose rows are split already."""
     sharded = [place for place in tensor.placements if is_sharded(place)] if isinstance(tensor, DTensor) else []
     return len(sharded) <= 2 and all(cast(Any, place).dim == 0 for place in sharded)
+
+
+def num_rows_of(shape: Sequence[int]) -> int:
+    """The length of dim 0; a tensor of no dimensions is one row."""
+    return shape[0] if shape else 1
+
+
+def rows_by_replica(tensor: Tensor) -> list[list[tuple[range, int]]]:
+    """Returns, for each copy of a tensor that is whole or sharded along dim 0, the rows of its shards and the rank that
+    holds each, in the order of the rows; without shards that have none."""
+    num_rows = num_rows_of(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return [[(range(num_rows), rank)] if num_rows else [] for rank in range(dist.get_world_size())]
+    sharding = RowSharding.of(tensor)
+    sharded = [axis for axis, place in enumerate(tensor.placements) if is_sharded(place)]
+    replicated = [axis for axis in range(tensor.device_mesh.ndim) if axis not in sharded]
+    ranks = tensor.device_mesh.mesh.permute(*replicated, *sharded).reshape(-1, sharding.num_ranks)
+    rows = [sharding.rows(num_rows, number) for number in range(sharding.num_ranks)]
+    order = sorted((number for number in range(len(rows)) if rows[number]), key=lambda number: rows[number].start)
+    return [[(rows[number], replica[number]) for number in order] for replica in ranks.tolist()]
 
 
 def is_sharded(place: Placement) -> bool:

@@ -188,9 +188,9 @@ def state_in(checkpoint: Path) -> dict[str, torch.Tensor]:
     files = {name: load_file(folder / name) for name in index.files}
     for name, spec in index.specs.items():
         found[name] = torch.full(spec.shape, torch.nan, dtype=spec.dtype)
-        for part in index.parts[name]:
-            box = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))
-            found[name][box] = files[part.file][name]
+        for part in index.cuts[name].parts:
+            rows = slice(part.start, part.stop) if spec.shape else ...
+            found[name][rows] = files[part.file][name]
     return found
 
 

@@ -7,10 +7,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardwise.engine import ParallelDims
 from shardwise.engine.gathering import gathered, gathered_in_order, gathered_regions
-from shardwise.engine.shards import RowSharding, is_by_rows, local_box, local_shard
+from shardwise.engine.shards import RowSharding, is_by_rows, local_box, local_shard, rows_by_replica
 from shardwise.region import Region
 
 WHOLE = RowSharding(None, 1, 0, torch.device("cpu"))
+
+
+def assert_replicas_are_whole(parameter, num_replicas):
+    """Of every copy all rows in their order, and of one of them those that are here."""
+    replicas, here = rows_by_replica(parameter), local_box(parameter)[0]
+    assert len(replicas) == num_replicas
+    for shards in replicas:
+        assert [row for rows, _ in shards for row in rows] == list(range(len(parameter)))
+        assert all(len(rows) for rows, _ in shards)
+    mine = [rows for shards in replicas for rows, rank in shards if rank == dist.get_rank()]
+    assert mine == ([range(here.start, here.stop)] if here.stop > here.start else [])
 
 
 def sharded_rows(fsdp_size):
@@ -25,6 +36,7 @@ def sharded_rows(fsdp_size):
         sharding = RowSharding.of(parameter)
         assert sharding == RowSharding.of(model[0]), "parameters on one mesh have one sharding"
         num_rows = [sharding.num_rows(len(whole), rank) for rank in range(sharding.num_ranks)]
+        assert_replicas_are_whole(parameter, size // sharding.num_ranks)
         said.append((num_rows, sharding.rank, sharding.first_element(parameter.shape)))
         here.append(local_shard(parameter.detach()).flatten().tolist())
     return said, here
@@ -67,6 +79,7 @@ def split_rows(fsdp_size, ep_size):
         own = sharding.rows(len(whole), sharding.rank)
         box = local_box(parameter)[0]
         assert (box.start, box.stop) == (own.start, own.stop) or (len(own), box.start) == (0, box.stop)
+        assert_replicas_are_whole(parameter, size // sharding.num_ranks)
         said.append((rows, sharding.rank, sharding.first_element(parameter.shape)))
         here.append(local_shard(parameter.detach()).tolist())
         assert torch.equal(gathered(parameter, torch.float32), whole)
@@ -110,8 +123,20 @@ def test_plain_tensors_are_whole():
 def replicated():
     mesh = ParallelDims.from_sizes(world_size=2, fsdp_size=None, ulysses_size=1).build("cpu").fsdp
     whole = distribute_tensor(torch.ones(3, 2), mesh, [Replicate()])
+    assert_replicas_are_whole(whole, 2)
     return isinstance(whole, DTensor), RowSharding.of(whole) == WHOLE
 
 
 def test_replicated_parameters_are_whole(run_ranks):
     assert run_ranks(replicated, 2) == [(True, True)] * 2
+
+
+def copies_of_plain_tensors():
+    return [rows_by_replica(torch.zeros(shape)) for shape in ((), (3, 2), (0, 2))]
+
+
+def test_every_rank_holds_a_copy_of_a_plain_tensor(run_ranks):
+    number = [[(range(1), 0)], [(range(1), 1)]]
+    matrix = [[(range(3), 0)], [(range(3), 1)]]
+    nothing = [[], []]
+    assert run_ranks(copies_of_plain_tensors, 2) == [[number, matrix, nothing]] * 2

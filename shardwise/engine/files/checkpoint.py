@@ -1,5 +1,5 @@
-"""The training state of an engine, saved and loaded on any layout: the planners of torch.distributed.checkpoint say
-which rank writes and reads what, `state_files` defines the files.
+"""The training state of an engine, saved and loaded on any layout: `state_plan` says which rank writes what, and
+`state_files` defines the files.
 
 Saved are the masters of the trained parameters, the optimizer's states and the numbers beside them, but not frozen
 parameters, which are those of the model folder.
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from shardwise.config import DamagedError, ModelError
 from shardwise.durable import fsync_folder
@@ -27,10 +26,10 @@ from shardwise.engine.agreement import raised_on_every_rank, written_on_every_ra
 from shardwise.engine.exchange import all_gather_json, gather_json
 from shardwise.engine.files.safetensors_file import SafetensorsReader, TensorSpec, differences
 from shardwise.engine.files.staging import Copies, StagingBuffers
-from shardwise.engine.files.state_files import ShardFile, StateIndex, own_share, shard_name
-from shardwise.engine.files.state_plan import StatePlan
+from shardwise.engine.files.state_files import Cut, ShardFile, StateIndex, own_share, shard_name
+from shardwise.engine.files.state_plan import planned_cuts
 from shardwise.engine.optim.optimizer import BEGIN_WITHOUT_STATE, MASTER, ShardedOptimizer
-from shardwise.engine.shards import local_shard
+from shardwise.engine.shards import RowSharding, local_shard, num_rows_of
 from shardwise.ops import nonfinite_names, on_current_stream
 
 MAX_THREADS = 8
@@ -39,19 +38,16 @@ PIECE_BYTES = 1 << 26
 """Bytes that a thread holds on the host of a tensor that goes to another device."""
 
 
-def save_state(
-    optimizer: ShardedOptimizer, plan: StatePlan, folder: Path, *, meanwhile: Callable[[], object] = lambda: None
-) -> None:
+def save_state(optimizer: ShardedOptimizer, folder: Path, *, meanwhile: Callable[[], object] = lambda: None) -> None:
     """Collective. Writes what training resumes from; one copy of a shard that several ranks hold.
 
     Args:
-        plan: the plan for the optimizer's tensors.
         folder: on a file system that all ranks see; what is there is overwritten.
         meanwhile: called while a thread writes this rank's file; may be collective, and must not change the state.
     Raises:
         ExportError: on every rank, if a rank could not write. Whatever `meanwhile` raises, when the file is written.
     """
-    state = StagedState.of(optimizer, plan)
+    state = StagedState.of(optimizer)
     with written_on_every_rank(folder):
         if dist.get_rank() == 0:  # the others find it there, unless they see another file system
             folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +67,9 @@ def save_state(
 class StagedState:
     """A training state on its way into a folder."""
 
-    _plan: StatePlan
+    _specs: dict[str, TensorSpec]
+    """Of the whole tensors."""
+    _cuts: dict[str, Cut]
     _mine: dict[str, Tensor]
     """Parts of tensors that this rank writes."""
     _numbers: dict[str, Any]
@@ -80,14 +78,15 @@ class StagedState:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, optimizer: ShardedOptimizer, plan: StatePlan, buffers: StagingBuffers | None = None) -> Self:
+    def of(cls, optimizer: ShardedOptimizer, buffers: StagingBuffers | None = None) -> Self:
         """Stages the state of an optimizer. With `buffers` it is the state as of now, and the optimizer may go on once
         their copies are made; without them it must be written before the next step."""
         tensors, rank = optimizer.named_tensors(), dist.get_rank()
-        mine = {name: local_shard(tensors[name]) for name in plan.names_of(rank)}
+        specs, cuts = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, planned_cuts(tensors)
+        mine = {name: local_shard(tensors[name]) for name, cut in cuts.items() if shard_name(rank) in cut.by_file}
         if buffers is not None:
             mine = {name: buffers.copy(name, tensor) for name, tensor in mine.items()}
-        return cls(plan, mine, optimizer.numbers(), rank, None if buffers is None else buffers.copies)
+        return cls(specs, cuts, mine, optimizer.numbers(), rank, None if buffers is None else buffers.copies)
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +115,7 @@ class StagedState:
         for name, file in written.items():
             if (num_bytes := (folder / name).stat().st_size) != file.num_bytes:
                 raise OSError(f"{folder / name} has {num_bytes:,} bytes, and its rank has written {file.num_bytes:,}")
-        self._plan.index(written, self._numbers).write(folder)
+        StateIndex(self._specs, self._cuts, written, self._numbers).write(folder)
         fsync_folder(folder)
 
     def _finish_copies(self) -> None:
@@ -155,7 +154,7 @@ def load_state(optimizer: ShardedOptimizer, folder: Path, *, into_empty: bool = 
         with raised_on_every_rank(ModelError):
             tensors = optimizer.named_tensors()
             _require_same(folder, tensors, index)
-            reads = _planned_reads(tensors, index)
+            reads = list(_planned_reads(tensors, index))
         if verify and into_empty and not all(all_gather_json(all(read.is_of_whole_part for read in reads))):
             _verify_files(index, folder)
         with raised_on_every_rank(ModelError, DamagedError):
@@ -248,18 +247,18 @@ class _Read:
             yield [slice(rows.start + start, rows.start + start + len(target)), *others], target
 
 
-def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> list[_Read]:
-    """Plans what this rank reads."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, index.metadata(), is_coordinator=dist.get_rank() == 0)
-    reads = []
-    for item in planner.create_local_plan().items:
-        name = item.storage_index.fqn
-        part = index.part_of(name, item.storage_index.offset)
-        box = [slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)]
-        is_whole = tuple(item.lengths) == part.sizes
-        reads.append(_Read(name, part.file, box, is_whole, planner.resolve_tensor(item)))
-    return reads
+def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> Iterator[_Read]:
+    """Yields what this rank reads."""
+    for name, tensor in tensors.items():
+        sharding, shard = RowSharding.of(tensor), local_shard(tensor)
+        mine = sharding.rows(num_rows_of(tensor.shape), sharding.rank)
+        for part in index.cuts[name].parts_of(mine):
+            rows = slice(max(part.start, mine.start), min(part.stop, mine.stop))
+            box = [slice(rows.start - part.start, rows.stop - part.start)]
+            box += [slice(0, size) for size in tensor.shape[1:]]
+            target = shard[rows.start - mine.start : rows.stop - mine.start] if tensor.dim() else shard
+            is_whole = (rows.start, rows.stop) == (part.start, part.stop)
+            yield _Read(name, part.file, box[: tensor.dim()], is_whole, target)
 
 
 def _read(index: StateIndex, read: _Read, file: SafetensorsReader, *, verify: bool) -> None:

@@ -16,12 +16,11 @@ from shardwise.engine.runtime_state import has_adapters, trained_names
 
 if TYPE_CHECKING:
     from shardwise.engine.files.checkpoint import StagedState
-    from shardwise.engine.files.state_plan import StatePlan
 
 
 class EngineState:
-    """Masters, optimizer states and numbers of a trained engine, for any layout. `load_initial_weights`, `save`,
-    `stage`, `load` and `load_weights_alone` are collective; the other methods are local."""
+    """Masters, optimizer states and numbers of a trained engine, for any layout. `load_initial_weights`, `save`, `load`
+    and `load_weights_alone` are collective; the other methods are local."""
 
     # The packages of `checkpoint` are needed by nothing else in the engine, so they are imported where it is used.
 
@@ -38,7 +37,6 @@ class EngineState:
         self._copies = copies
         self._initial = initial
         self._buffers = StagingBuffers(copies)
-        self._plan: StatePlan | None = None
 
     @property
     def has_weights(self) -> bool:
@@ -69,7 +67,7 @@ class EngineState:
         from shardwise.engine.files.checkpoint import save_state
 
         self.require_weights()
-        save_state(self._optimizer, self._current_plan(), folder, meanwhile=meanwhile)
+        save_state(self._optimizer, folder, meanwhile=meanwhile)
 
     def stage(self) -> "StagedState":
         """Copies what `save` would write to host memory, so that it can be written while training goes on. Whatever
@@ -77,7 +75,7 @@ class EngineState:
         from shardwise.engine.files.checkpoint import StagedState
 
         self.require_weights()
-        return StagedState.of(self._optimizer, self._current_plan(), self._buffers)
+        return StagedState.of(self._optimizer, self._buffers)
 
     def load(self, folder: Path) -> None:
         """Verifies and loads what an engine of any layout wrote there. See `checkpoint.load_state`."""
@@ -111,12 +109,3 @@ class EngineState:
         self._initial = None
         self._optimizer.drop_states()
         self._optimizer.load_numbers(numbers)
-
-    def _current_plan(self) -> "StatePlan":
-        """The plan of the save before, or a new one if the optimizer has got other states since."""
-        from shardwise.engine.files.state_plan import StatePlan
-
-        tensors = self._optimizer.named_tensors()
-        if self._plan is None or not self._plan.holds_for(tensors):
-            self._plan = StatePlan.of(tensors)
-        return self._plan

@@ -12,8 +12,9 @@ from shardwise.config import ModelError
 from shardwise.engine.agreement import named_failures
 from shardwise.engine.files.foreign import ShardedTensor
 from shardwise.engine.files.safetensors_file import TensorSpec, differences
-from shardwise.engine.files.state_files import Part, ShardFile, StateIndex, shard_name
+from shardwise.engine.files.state_files import Cut, Part, ShardFile, StateIndex, shard_name
 from shardwise.engine.optim.optimizer import MASTER
+from shardwise.engine.shards import num_rows_of
 
 _KEYS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -57,11 +58,11 @@ class AdamWStates:
         """
         specs = {f"{MASTER}{name}": TensorSpec(torch.float32, shape) for name, shape in self.shapes.items()}
         specs |= {name: TensorSpec(torch.float32, state.spec.shape) for name, state in self.tensors.items()}
-        parts = {name: [Part((0,) * len(spec.shape), spec.shape, shard_name(0))] for name, spec in specs.items()}
+        cuts = {name: Cut((Part(0, num_rows_of(spec.shape), shard_name(0)),)) for name, spec in specs.items()}
         with named_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
             file = ShardFile.write(folder / shard_name(0), specs, self._values(masters))
-            StateIndex(specs, parts, {shard_name(0): file}, self._numbers).write(folder)
+            StateIndex(specs, cuts, {shard_name(0): file}, self._numbers).write(folder)
 
     def _values(self, masters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name in self.shapes:

@@ -7,25 +7,21 @@ Nothing is pickled, so nothing that is read can execute; torch's own files of di
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import takewhile
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from shardwise.config import DamagedError, ModelError
 from shardwise.engine.files.safetensors_file import (
@@ -37,9 +33,10 @@ from shardwise.engine.files.safetensors_file import (
     differences,
 )
 from shardwise.engine.files.verified_files import bytes_hash, check_size, read_sealed_json, write_sealed_json
+from shardwise.engine.shards import num_rows_of
 
 INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the format, increased when what was written before can no longer be read."""
 
 
@@ -72,13 +69,41 @@ def shard_files(folder: Path) -> list[Path]:
     return [path for index in folder.rglob(INDEX) for path in index.parent.glob("rank_*.safetensors")]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A box of a tensor, as one file holds it."""
+class Part(NamedTuple):
+    """Rows of a tensor, as one file holds them; see `num_rows_of`."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    start: int
+    stop: int
     file: str
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Into which parts a tensor is cut. Most tensors of one state share a cut with others: there are thousands of them,
+    and as many parts of each as ranks."""
+
+    parts: tuple[Part, ...]
+    """In the order of their rows."""
+
+    def parts_of(self, rows: range) -> Iterator[Part]:
+        """Yields the parts that hold some of these rows, in their order."""
+        if rows:
+            first = bisect_right(self.parts, rows.start, key=attrgetter("stop"))
+            yield from takewhile(lambda part: part.start < rows.stop, self.parts[first:])
+
+    def is_of(self, shape: Sequence[int]) -> bool:
+        """Whether the parts make up a tensor of this shape without overlap."""
+        return self._num_rows == num_rows_of(shape)
+
+    @cached_property
+    def by_file(self) -> dict[str, Part]:
+        return {part.file: part for part in self.parts}
+
+    @cached_property
+    def _num_rows(self) -> int | None:
+        """None where parts overlap, or rows are in none of them."""
+        stops = [0, *(part.stop for part in self.parts)]
+        return stops[-1] if [part.start for part in self.parts] == stops[:-1] else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +199,7 @@ class StateIndex:
 
     specs: dict[str, TensorSpec]
     """Name -> dtype and shape of the whole tensor."""
-    parts: dict[str, list[Part]]
-    """Name -> parts that make up the tensor without overlap."""
+    cuts: dict[str, Cut]
     files: dict[str, ShardFile]
     numbers: dict[str, Any]
 
@@ -190,74 +214,64 @@ class StateIndex:
                 "it with the version that wrote it"
             )
         tensors = content["tensors"]
+        cuts = [Cut(tuple(Part(*part) for part in parts)) for parts in content["cuts"]]
         index = cls(
             specs={
                 name: TensorSpec(DTYPE_NAMES[tree["dtype"]], tuple(tree["shape"])) for name, tree in tensors.items()
             },
-            parts={name: [_part(part) for part in tree["parts"]] for name, tree in tensors.items()},
-            files={name: ShardFile(**tree) for name, tree in content["files"].items()},
+            cuts={name: cuts[tree["cut"]] for name, tree in tensors.items()},
+            files={name: ShardFile(**tree, tensor_xxh3={}) for name, tree in content["files"].items()},
             numbers=content["numbers"],
         )
-        for name, forms in index._described.items():
-            if name not in index.files or forms.keys() != index.files[name].tensor_xxh3.keys():
-                raise DamagedError(f"{folder / INDEX} is damaged: it lists other tensors than hashes of {name}")
+        for name, cut in index.cuts.items():
+            hashes = tensors[name]["xxh3"]
+            if not cut.is_of(index.specs[name].shape) or len(hashes) != len(cut.parts):
+                raise DamagedError(f"{folder / INDEX} is damaged: the parts of {name} are not all of it")
+            for part, xxh3 in zip(cut.parts, hashes, strict=True):
+                if part.file not in index.files:
+                    raise DamagedError(f"{folder / INDEX} is damaged: {name} is in {part.file}, which it does not list")
+                index.files[part.file].tensor_xxh3[name] = xxh3
         return index
 
     def write(self, folder: Path) -> None:
         """Writes the index durably, whole or not at all. Raises OSError."""
+        numbers = {cut: number for number, cut in enumerate(dict.fromkeys(self.cuts.values()))}
         tensors = {
             name: {
                 "dtype": NAME_OF_DTYPE[spec.dtype],
-                "shape": list(spec.shape),
-                "parts": [asdict(part) for part in self.parts[name]],
+                "shape": spec.shape,
+                "cut": numbers[self.cuts[name]],
+                "xxh3": [self.files[part.file].tensor_xxh3[name] for part in self.cuts[name].parts],
             }
             for name, spec in self.specs.items()
         }
-        files = {name: asdict(file) for name, file in self.files.items()}
-        content = {"format": FORMAT, "numbers": self.numbers, "files": files, "tensors": tensors}
+        files = {
+            name: {"num_bytes": file.num_bytes, "header_xxh3": file.header_xxh3} for name, file in self.files.items()
+        }
+        content = {
+            "format": FORMAT,
+            "numbers": self.numbers,
+            "files": files,
+            "tensors": tensors,
+            "cuts": [cut.parts for cut in numbers],
+        }
         write_sealed_json(folder / INDEX, content)
 
     def check(self, path: Path) -> None:
         """Verifies one of `files`. Raises DamagedError: it is missing, cut or changed, or has other parts than it
         should have; names the tensor. ModelError: it cannot be opened."""
-        self.files[path.name].check(path, tensors=self._described.get(path.name, {}))
+        self.files[path.name].check(path, tensors=self._described(path))
 
     def open(self, path: Path) -> SafetensorsReader:
         """Opens one of `files` for reading tensors whose hashes are to be compared. Raises DamagedError: it is missing,
         cut, or has other parts than it should have. ModelError: it cannot be opened."""
-        return self.files[path.name].open(path, tensors=self._described.get(path.name, {}))
+        return self.files[path.name].open(path, tensors=self._described(path))
 
-    def part_of(self, name: str, offsets: Sequence[int] | None) -> Part:
-        """The part of a tensor that begins at the offsets."""
-        assert offsets is not None
-        return self._parts_by_offsets[name][tuple(offsets)]
-
-    def metadata(self) -> Metadata:
-        """Returns the index as the planners of torch.distributed.checkpoint take it."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=spec.dtype),
-                    torch.Size(spec.shape),
-                    [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in self.parts[name]],
-                )
-                for name, spec in self.specs.items()
-            }
-        )
-
-    @cached_property
-    def _described(self) -> dict[str, dict[str, str]]:
-        """File -> name of a tensor -> dtype and shape of the part in the file."""
-        found: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        for name, parts in self.parts.items():
-            for part in parts:
-                found[part.file][name] = str(TensorSpec(self.specs[name].dtype, part.sizes))
-        return dict(found)
-
-    @cached_property
-    def _parts_by_offsets(self) -> dict[str, dict[tuple[int, ...], Part]]:
-        return {name: {part.offsets: part for part in parts} for name, parts in self.parts.items()}
+    def _described(self, path: Path) -> dict[str, str]:
+        """Name -> dtype and shape of every tensor's part in one of `files`."""
+        parts = {name: cut.by_file[path.name] for name, cut in self.cuts.items() if path.name in cut.by_file}
+        return {name: str(_spec_of(part, self.specs[name])) for name, part in parts.items()}
 
 
-def _part(tree: dict[str, Any]) -> Part:
-    return Part(tuple(tree["offsets"]), tuple(tree["sizes"]), tree["file"])
+def _spec_of(part: Part, whole: TensorSpec) -> TensorSpec:
+    return TensorSpec(whole.dtype, (part.stop - part.start, *whole.shape[1:])) if whole.shape else whole

@@ -8,16 +8,16 @@ from safetensors.torch import load_file
 
 from shardwise.config import DamagedError, ModelError
 from shardwise.engine.files.safetensors_file import TensorSpec
-from shardwise.engine.files.state_files import Part, ShardFile, StateIndex, own_share
+from shardwise.engine.files.state_files import Cut, Part, ShardFile, StateIndex, own_share
 from shardwise.engine.files.verified_files import read_sealed_json, write_sealed_json
 
 TENSORS = {"exp_avg/a": torch.arange(6.0).view(2, 3), "step/a": torch.tensor(4.0), "master/b": torch.ones(3).bfloat16()}
 SPECS = {name: TensorSpec.of(tensor) for name, tensor in TENSORS.items()}
 INDEX = StateIndex(
     specs={"exp_avg/a": TensorSpec(torch.float32, (4, 3)), "step/a": TensorSpec(torch.bfloat16, ())},
-    parts={
-        "exp_avg/a": [Part((0, 0), (2, 3), "rank_0.safetensors"), Part((2, 0), (2, 3), "rank_1.safetensors")],
-        "step/a": [Part((), (), "rank_0.safetensors")],
+    cuts={
+        "exp_avg/a": Cut((Part(0, 2, "rank_0.safetensors"), Part(2, 4, "rank_1.safetensors"))),
+        "step/a": Cut((Part(0, 1, "rank_0.safetensors"),)),
     },
     files={
         "rank_0.safetensors": ShardFile(100, "ab", {"exp_avg/a": "cd", "step/a": "ef"}),
@@ -75,24 +75,35 @@ def test_the_tensor_that_changed_is_named(tmp_path):
 def test_the_index_comes_back_as_it_was(tmp_path):
     INDEX.write(tmp_path)
     found = StateIndex.read(tmp_path)
-    assert found == INDEX
-    assert [found.part_of("exp_avg/a", offsets).file for offsets in ((0, 0), torch.Size((2, 0)))] == [
-        "rank_0.safetensors",
-        "rank_1.safetensors",
-    ]
+    assert (found.specs, found.files, found.numbers) == (INDEX.specs, INDEX.files, INDEX.numbers)
+    assert {name: cut.parts for name, cut in found.cuts.items()} == {n: cut.parts for n, cut in INDEX.cuts.items()}
 
 
-def test_planners_of_torch_see_the_same(tmp_path):
-    about = INDEX.metadata().state_dict_metadata["exp_avg/a"]
-    assert (about.properties.dtype, tuple(about.size)) == (torch.float32, (4, 3))
-    assert [(tuple(c.offsets), tuple(c.sizes)) for c in about.chunks] == [((0, 0), (2, 3)), ((2, 0), (2, 3))]
+def test_a_cut_that_tensors_share_is_written_once(tmp_path):
+    shared = Cut(tuple(Part(row, row + 1, f"rank_{row}.safetensors") for row in range(100)))
+    specs = {f"{number}": TensorSpec(torch.float32, (100, 1 + number)) for number in range(50)}
+    files = {part.file: ShardFile(1, "ab", dict.fromkeys(specs, "cd")) for part in shared.parts}
+    StateIndex(specs, dict.fromkeys(specs, shared), files, {}).write(tmp_path)
+    content = read_sealed_json(tmp_path / "index.json")
+    assert content["cuts"] == [[list(part) for part in shared.parts]]
+    found = StateIndex.read(tmp_path)
+    assert len(set(found.cuts.values())) == 1
+    assert found.cuts["7"].parts == shared.parts
+
+
+def test_the_parts_of_some_rows_are_those_that_overlap_them():
+    cut = Cut(tuple(Part(start, stop, f"{start}") for start, stop in [(0, 3), (3, 4), (4, 9)]))
+    for start in range(10):
+        for stop in range(start, 11):
+            wanted = [part for part in cut.parts if set(range(part.start, part.stop)) & set(range(start, stop))]
+            assert list(cut.parts_of(range(start, stop))) == wanted
 
 
 def test_another_format_is_refused(tmp_path):
     INDEX.write(tmp_path)
     content = read_sealed_json(tmp_path / "index.json")
-    write_sealed_json(tmp_path / "index.json", content | {"format": 2})
-    with pytest.raises(ModelError, match="has format 2, and this version of Shardwise reads 1"):
+    write_sealed_json(tmp_path / "index.json", content | {"format": 1})
+    with pytest.raises(ModelError, match="has format 1, and this version of Shardwise reads 2"):
         StateIndex.read(tmp_path)
 
 
@@ -113,16 +124,26 @@ def test_every_file_is_one_ranks_and_a_shard_that_of_its_writer(monkeypatch, num
     assert max(numbers) - min(numbers) <= 1
 
 
-@pytest.mark.parametrize("missing", ["file", "hash"])
-def test_an_index_with_parts_that_nothing_can_be_compared_with_is_refused(tmp_path, missing):
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda content: content["files"].pop("rank_1.safetensors"),
+            "exp_avg/a is in rank_1.safetensors, which it does",
+        ),
+        (lambda content: content["cuts"][0].pop(), "the parts of exp_avg/a are not all of it"),
+        (lambda content: content["cuts"][0][1].__setitem__(0, 1), "the parts of exp_avg/a are not all of it"),
+        (lambda content: content["tensors"]["step/a"].update(shape=[2]), "the parts of step/a are not all of it"),
+        (lambda content: content["tensors"]["exp_avg/a"]["xxh3"].pop(), "the parts of exp_avg/a are not all of it"),
+    ],
+)
+def test_an_index_that_does_not_tell_of_all_tensors_is_refused(tmp_path, change, problem):
+    """Under a hash that agrees."""
     INDEX.write(tmp_path)
     content = read_sealed_json(tmp_path / "index.json")
-    if missing == "file":
-        content["files"].pop("rank_1.safetensors")
-    else:
-        content["files"]["rank_1.safetensors"]["tensor_xxh3"] = {}
+    change(content)
     write_sealed_json(tmp_path / "index.json", content)
-    with pytest.raises(DamagedError, match=r"index.json is damaged: it lists other tensors than hashes of rank_1"):
+    with pytest.raises(DamagedError, match=f"{tmp_path / 'index.json'} is damaged: {problem}"):
         StateIndex.read(tmp_path)
 
 

@@ -18,7 +18,6 @@ from torch.distributed.tensor import distribute_tensor
 from shardwise.config import ConfigError, OptimizerConfig
 from shardwise.engine import ParallelDims
 from shardwise.engine.files.checkpoint import load_state, save_state
-from shardwise.engine.files.state_plan import StatePlan
 from shardwise.engine.optim import adamw_8bit
 from shardwise.engine.optim.optimizer import ShardedOptimizer
 
@@ -192,7 +191,7 @@ def trained(package, fsdp_size, steps, *, load=None, save=None):
         optimizer.step()
     states.append(whole_state(optimizer))
     if save is not None:
-        save_state(optimizer, StatePlan.of(optimizer.named_tensors()), Path(save))
+        save_state(optimizer, Path(save))
     return states
 
 

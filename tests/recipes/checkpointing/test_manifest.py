@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from shardwise.config import ModelError
 from shardwise.engine.files.safetensors_file import TensorSpec
-from shardwise.engine.files.state_files import Part, ShardFile, StateIndex
+from shardwise.engine.files.state_files import Cut, Part, ShardFile, StateIndex
 from shardwise.engine.files.verified_files import FileRecord, read_sealed_json
 from shardwise.recipes.checkpointing.manifest import Manifest, hash_share, verify_share, verify_weights, write_manifest
 
@@ -29,8 +29,8 @@ def checkpoint(tmp_path):
     tensors = {"master/w": torch.ones(3)}
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     files = {name: ShardFile.write(state / name, specs, tensors.items()) for name in SHARDS}
-    parts = {"master/w": [Part((0,), (3,), SHARDS[0]), Part((3,), (3,), SHARDS[1])]}
-    StateIndex({"master/w": TensorSpec(torch.float32, (6,))}, parts, files, {}).write(state)
+    cuts = {"master/w": Cut((Part(0, 3, SHARDS[0]), Part(3, 6, SHARDS[1])))}
+    StateIndex({"master/w": TensorSpec(torch.float32, (6,))}, cuts, files, {}).write(state)
     return tmp_path / "step_1"
 
 
