@@ -1,8 +1,7 @@
 """Whole tensors from the shards of all ranks, or what each rank needs of them; many small ones in one collective."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -45,7 +44,7 @@ def gathered_regions(
 
     Args:
         tensors: the third of each is what every rank of the job needs, by rank; None: all need all of it. The same on
-            every rank.
+            every rank. Ranks that need the same had best have the same object.
     """
     return _by_buckets((_Part.of(*tensor) for tensor in tensors), bucket_bytes)
 
@@ -106,18 +105,42 @@ class _Part:
             and self.num_bytes + sum(part.num_bytes for part in bucket) <= bucket_bytes
         )
 
-    def needed(self, *, by: int, of: int) -> Region:
-        """Returns what rank `by` of the sharding needs of the rows that rank `of` holds."""
+    @property
+    def needed(self) -> Region:
+        """What this rank needs of the tensor."""
         assert self.sharding is not None
         assert self.regions is not None
-        rows = self.sharding.rows(self.shape[0], of)
-        return self.regions[by].among_rows(rows.start, rows.stop)
+        return self.regions[self.sharding.rank]
 
-    def assembled(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Puts together what this rank needs, from what came of each rank's rows."""
+    def leaving(self) -> dict[int, Tensor]:
+        """Returns what the rows here hold of every distinct region, flat, by its id: many ranks need the same."""
         assert self.sharding is not None
-        starts = [self.sharding.rows(self.shape[0], rank).start for rank in range(len(pieces))]
-        return torch.cat([piece for _, piece in sorted(zip(starts, pieces, strict=True), key=itemgetter(0))])
+        assert self.regions is not None
+        shard, rows = local_shard(self.tensor), self.sharding.rows(self.shape[0], self.sharding.rank)
+        regions = {id(region): region.among_rows(rows.start, rows.stop) for region in _distinct(self.regions)}
+        return {key: region.of(shard).to(self.sharding.device, self.dtype).flatten() for key, region in regions.items()}
+
+    def coming(self) -> Tensor:
+        """Returns how many elements of what this rank needs lie in the rows of every rank: int64 [ranks]."""
+        assert self.sharding is not None
+        starts, stops = map(torch.tensor, self.sharding.bounds(self.shape[0]))
+        num_rows = torch.zeros_like(starts)
+        for start, stop in self.needed.spans[0]:
+            num_rows += (stops.clamp(max=stop) - starts.clamp(min=start)).clamp(min=0)
+        return num_rows * self.needed.shape[1:].numel()
+
+    def assembled(self, pieces: Iterable[tuple[int, Tensor]], received: Tensor) -> Tensor:
+        """Puts together what this rank needs, from what ranks hold of it: (rank, elements). They are parts of
+        `received`."""
+        assert self.sharding is not None
+        starts, _ = self.sharding.bounds(self.shape[0])
+        in_order = sorted(pieces, key=lambda of_rank: starts[of_rank[0]])
+        return torch.cat([received[:0], *(piece for _, piece in in_order)]).view(self.needed.shape)
+
+
+def _distinct(regions: Sequence[Region]) -> Collection[Region]:
+    """The same objects, each once: comparing them would take longer than it saves."""
+    return {id(region): region for region in regions}.values()
 
 
 def _by_buckets(parts: Iterable[_Part], bucket_bytes: int) -> Iterator[Tensor]:
@@ -174,33 +197,42 @@ def _gather_regions(bucket: list[_Part]) -> Iterator[Tensor]:
     if len(bucket) == 1:
         yield _region_alone(bucket[0])
         return
-    pieces = _exchanged(bucket)
-    for index, part in enumerate(bucket):
-        yield part.assembled([of_parts[index] for of_parts in pieces])
+    yield from _exchanged(bucket)
 
 
 def _region_alone(part: _Part) -> Tensor:
     if part.sharding is None or part.sharding.num_ranks == 1:
         assert part.regions is not None
         return part.regions[dist.get_rank()].of(_alone(part)).clone()
-    return part.assembled([piece for (piece,) in _exchanged([part])])
+    (needed,) = _exchanged([part])
+    return needed
 
 
-def _exchanged(bucket: list[_Part]) -> list[list[Tensor]]:
-    """Sends every rank what it needs of the rows here. Returns by rank what came of each part: [rows, ...]."""
+def _exchanged(bucket: list[_Part]) -> list[Tensor]:
+    """Sends every rank what it needs of the rows here. Returns what this rank needs of each part."""
     sharding = bucket[0].sharding
     assert sharding is not None
     assert sharding.group is not None
-    ranks, own = range(sharding.num_ranks), sharding.rank
-    leaving = [[part.needed(by=rank, of=own) for part in bucket] for rank in ranks]
-    coming = [[part.needed(by=own, of=rank).shape for part in bucket] for rank in ranks]
-    sent_sizes = [[region.shape.numel() for region in regions] for regions in leaving]
-    sizes = [[shape.numel() for shape in shapes] for shapes in coming]
-    sent = torch.empty(sum(map(sum, sent_sizes)), dtype=bucket[0].dtype, device=sharding.device)
-    places = iter(sent.split([size for of_parts in sent_sizes for size in of_parts]))
-    for regions in leaving:
-        for part, region in zip(bucket, regions, strict=True):
-            next(places).view(region.shape).copy_(region.of(local_shard(part.tensor)))
-    received = send_rows(sent, [*map(sum, sent_sizes)], [*map(sum, sizes)], sharding.group)
-    pieces = iter(received.split([size for of_parts in sizes for size in of_parts]))
-    return [[next(pieces).view(shape) for shape in shapes] for shapes in coming]
+    sent, sizes = _for_every_rank(bucket)
+    coming = torch.stack([part.coming() for part in bucket], dim=1)  # [ranks, parts]
+    received = send_rows(sent, sizes, coming.sum(dim=1).tolist(), sharding.group)
+    if len(bucket) == 1 and sharding.num_parts == 1:  # in the order of the rows already
+        return [received.view(bucket[0].needed.shape)]
+    arrived = coming.nonzero()
+    pieces: list[list[tuple[int, Tensor]]] = [[] for _ in bucket]
+    for (rank, index), piece in zip(arrived.tolist(), received.split(coming[*arrived.T].tolist()), strict=True):
+        pieces[index].append((rank, piece))
+    return [part.assembled(of_part, received) for part, of_part in zip(bucket, pieces, strict=True)]
+
+
+def _for_every_rank(bucket: list[_Part]) -> tuple[Tensor, list[int]]:
+    """Returns what is sent, flat, to each rank its regions of the parts one behind the other, and the elements of
+    each."""
+    leaving = [part.leaving() for part in bucket]
+    together: dict[tuple[int, ...], Tensor] = {}
+    sent = []
+    for keys in zip(*(map(id, part.regions or ()) for part in bucket), strict=True):
+        if keys not in together:
+            together[keys] = torch.cat([of_part[key] for of_part, key in zip(leaving, keys, strict=True)])
+        sent.append(together[keys])
+    return torch.cat(sent), [*map(len, sent)]

@@ -1,5 +1,6 @@
 """What every rank needs of the weights, on every rank."""
 
+import json
 from collections.abc import Mapping
 
 from shardwise.engine.exchange import all_gather_json
@@ -14,13 +15,18 @@ class NeededRegions:
         self._by_rank: list[dict[str, Region]] = []
 
     def by_rank(self, own: Mapping[str, Region]) -> list[dict[str, Region]]:
-        """Collective over all ranks. Returns by rank: name -> what the rank needs of the tensor.
+        """Collective over all ranks. Returns by rank: name -> what the rank needs of the tensor. Ranks that need the
+        same have one object.
 
         Args:
             own: the same for this rank.
         """
         if any(all_gather_json(own != self._own)):
-            everybody = all_gather_json({name: region.spans for name, region in own.items()})
-            self._by_rank = [{name: Region.of_lists(spans) for name, spans in regions.items()} for regions in everybody]
+            texts = all_gather_json(json.dumps({name: region.spans for name, region in own.items()}))
+            told = {text: json.loads(text) for text in texts}  # a thousand ranks of engines of eight tell eight things
+            regions = {
+                text: {name: Region.of_lists(spans) for name, spans in tree.items()} for text, tree in told.items()
+            }
+            self._by_rank = [regions[text] for text in texts]
             self._own = own
         return self._by_rank

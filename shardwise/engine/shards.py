@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -105,11 +106,11 @@ class RowSharding:
     def rows(self, total_rows: int, rank: int) -> range:
         """Returns the rows that `rank` holds of `total_rows`: one of the equal chunks of its part, the last of which
         are smaller or empty (torch.chunk)."""
-        part_rows, num_sharing = total_rows // self.num_parts, self.num_ranks // self.num_parts
-        chunk = -(-part_rows // num_sharing)
-        place, part = divmod(rank, self.num_parts)
-        start, stop = (part * part_rows + min(part_rows, chunk * n) for n in (place, place + 1))
-        return range(start, stop)
+        return _rows(total_rows, rank, self.num_ranks, self.num_parts)
+
+    def bounds(self, total_rows: int) -> tuple[list[int], list[int]]:
+        """Returns of the `rows` of every rank the first one, and the one after the last; not to be written into."""
+        return _bounds(total_rows, self.num_ranks, self.num_parts)
 
     def num_rows(self, total_rows: int, rank: int) -> int:
         """How many rows `rank` holds of `total_rows`."""
@@ -126,3 +127,17 @@ class RowSharding:
         if self.num_parts > 1:  # the slots of a part's last ranks end in padding
             by_part = by_part[:, : shape.numel() // self.num_parts].contiguous()
         return by_part.view(-1)[: shape.numel()].view(shape)
+
+
+def _rows(total_rows: int, rank: int, num_ranks: int, num_parts: int) -> range:
+    part_rows, num_sharing = total_rows // num_parts, num_ranks // num_parts
+    chunk = -(-part_rows // num_sharing)
+    place, part = divmod(rank, num_parts)
+    start, stop = (part * part_rows + min(part_rows, chunk * n) for n in (place, place + 1))
+    return range(start, stop)
+
+
+@lru_cache(maxsize=256)
+def _bounds(total_rows: int, num_ranks: int, num_parts: int) -> tuple[list[int], list[int]]:
+    rows = [_rows(total_rows, rank, num_ranks, num_parts) for rank in range(num_ranks)]
+    return [of_rank.start for of_rank in rows], [of_rank.stop for of_rank in rows]

@@ -1,3 +1,5 @@
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,3 +129,19 @@ def test_each_rank_is_sent_what_it_needs(run_ranks, world_size, fsdp_size, offlo
     is_sharded = (fsdp_size or world_size) > 1
     for counts in run_ranks(gather_regions, world_size, fsdp_size, bucket_bytes, offload):
         assert counts == ((num_exchanges, num_exchanges + 1) if is_sharded else (0, 0)), "one tensor is needed whole"
+
+
+def copies_for_ranks_that_need_the_same():
+    """How often a rank copies of its rows of four tensors, of which it sends each to four ranks."""
+    model, _ = build(None, offload=False)
+    halves = [Region.box([(0, 64), (0, 4)]), Region.box([(0, 64), (4, 8)])]
+    same = [halves[0], halves[1], halves[0], halves[1]]
+    with patch.object(Region, "of", autospec=True, side_effect=Region.of) as copied:
+        found = list(gathered_regions([(model[5], torch.float32, same)] * 4, bucket_bytes=1 << 20))
+    assert [tensor.tolist() for tensor in found] == [found[0].tolist()] * 4
+    return copied.call_count
+
+
+def test_what_many_ranks_need_is_copied_once(run_ranks):
+    """For a thousand ranks, copies for each took most of a weight switch."""
+    assert run_ranks(copies_for_ranks_that_need_the_same, 4) == [2 * 4] * 4

@@ -33,3 +33,13 @@ def test_ranks_hear_what_the_others_need_once_and_again_when_one_needs_something
     for heard, num_sent in run_ranks(exchange, 2):
         assert heard == [[first, second], [first, second], [first, changed]]
         assert num_sent == 2 + 1 + 2
+
+
+def told():
+    own = {"a": Region.box([(0, 2)]), "b": Region.box([(0, dist.get_rank() // 3)])}
+    return [id(regions) for regions in NeededRegions().by_rank(own)]
+
+
+def test_ranks_that_need_the_same_share_what_is_known_of_them(run_ranks):
+    for first, second, third, fourth in run_ranks(told, 4):
+        assert first == second == third != fourth

@@ -113,6 +113,13 @@ def test_six_rows_in_two_parts_on_four_ranks():
     assert sharding.assembled(by_rank, torch.Size([6])).tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(("total", "num_ranks", "num_parts"), [(7, 4, 1), (5, 4, 1), (6, 4, 2), (2, 8, 1), (0, 2, 1)])
+def test_bounds_are_those_of_the_rows_of_every_rank(total, num_ranks, num_parts):
+    sharding = RowSharding(None, num_ranks, 0, torch.device("cpu"), num_parts)
+    rows = [sharding.rows(total, rank) for rank in range(num_ranks)]
+    assert [range(*bounds) for bounds in zip(*sharding.bounds(total), strict=True)] == rows
+
+
 def test_plain_tensors_are_whole():
     plain = nn.Parameter(torch.zeros(5, 2))
     assert RowSharding.of(plain) == WHOLE
