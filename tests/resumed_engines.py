@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sharded_lora import full
+from sharded_lora import wholes
 from tiny_models import random_samples
 
 from shardwise.config import EngineConfig, OptimizerConfig
@@ -58,7 +58,7 @@ def steps(engine, numbers, ulysses_size=1):
 
 def state_of(engine):
     """Every tensor of the state, whole, and the numbers."""
-    tensors = {name: full(tensor).clone() for name, tensor in engine._optimizer.named_tensors().items()}
+    tensors = wholes(engine._optimizer.named_tensors())
     return tensors, engine._optimizer.numbers()
 
 

@@ -122,16 +122,21 @@ def loss_and_gradients(model, num_ranks=1, rank=0):
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def full(tensor):
-    """The whole tensor, put together over the default group. DTensor's own way may take a mesh of an earlier call with
-    the same ranks out of torch's caches, whose groups are gone."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    shards = [None] * dist.get_world_size()
-    rows = tensor.to_local()
-    dist.all_gather_object(shards, ((local_box(tensor)[0].start, len(rows)), rows))
-    by_place = dict(shards)  # replicas hold the same
-    return torch.cat([by_place[place] for place in sorted(by_place)])
+def wholes(tensors):
+    """Name -> the whole of each tensor, in memory of its own, put together in one exchange over the default group.
+    DTensor's own way may take a mesh of an earlier call with the same ranks out of torch's caches, whose groups are
+    gone."""
+    mine = {name: (local_box(t)[0].start, t.to_local()) for name, t in tensors.items() if isinstance(t, DTensor)}
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    found = {}
+    for name, tensor in tensors.items():
+        if name in mine:
+            by_place = {(start, len(rows)): rows for start, rows in (of_rank[name] for of_rank in of_ranks)}
+            found[name] = torch.cat([by_place[place] for place in sorted(by_place)])  # replicas hold the same
+        else:
+            found[name] = tensor.clone()
+    return found
 
 
 def base_model(folder, task_type):

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_table import FAMILIES, random_model
-from sharded_lora import SAVED, VARIANTS, build, full, logits, loss_and_gradients, meta_model, samples
+from sharded_lora import SAVED, VARIANTS, build, logits, loss_and_gradients, meta_model, samples, wholes
 from tiny_models import tiny_folder, tiny_vision_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
@@ -424,7 +424,7 @@ def mixed_precision_step(folder, lora, off_first):
             logits(model)
     with Collectives() as collectives:
         loss, gradients = loss_and_gradients(model, dist.get_world_size(), dist.get_rank())
-    gradients = {name: full(gradient) for name, gradient in gradients.items()}
+    gradients = wholes(gradients)
     return units, collectives.gathered, collectives.reduced, loss, gradients
 
 
@@ -459,7 +459,7 @@ def float32_loss(folder, lora):
 def bfloat16_training(folder, lora):
     model = build(folder, lora, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
-    base = {name: full(p).clone() for name, p in model.named_parameters() if not p.requires_grad}
+    base = wholes({name: p for name, p in model.named_parameters() if not p.requires_grad})
     losses = []
     for _ in range(12):
         loss = torch.tensor(loss_and_gradients(model, dist.get_world_size(), dist.get_rank())[0])
@@ -467,7 +467,8 @@ def bfloat16_training(folder, lora):
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    unchanged = all(torch.equal(full(p), base[name]) for name, p in model.named_parameters() if name in base)
+    after = wholes({name: p for name, p in model.named_parameters() if name in base})
+    unchanged = all(torch.equal(after[name], tensor) for name, tensor in base.items())
     return losses, unchanged, {tensor.dtype for _, tensor in adapter_weights(model, torch.float32)}
 
 

@@ -11,11 +11,11 @@ from sharded_lora import (
     SAVED,
     VARIANTS,
     build,
-    full,
     logits,
     loss_and_gradients,
     peft_model,
     random_adapter,
+    wholes,
 )
 from tiny_models import tiny_folder
 
@@ -67,7 +67,7 @@ def trained_run(folder, lora, adapter_folder, exported, fsdp_size, checkpointed)
     in_file = adapter_names(model)
     for _ in range(2):
         loss, by_name = loss_and_gradients(model, dist.get_world_size(), dist.get_rank())
-        by_name = {name.replace("_checkpoint_wrapped_module.", ""): full(g) for name, g in by_name.items()}
+        by_name = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in wholes(by_name).items()}
         gradients.append({in_file[name]: gradient for name, gradient in by_name.items()})
         losses.append(loss)
         with torch.no_grad():
@@ -182,7 +182,8 @@ def copies_of_an_engine(folder, saved, head, keys):
     model = engine._model.hf_model
     state, names = model.state_dict(), base_names(model)
     pairs = trained_copies(model).items()
-    return {names[base]: (full(state[base]), full(state[copy])) for base, copy in pairs}
+    found = wholes({name: state[name] for pair in pairs for name in pair})
+    return {names[base]: (found[base], found[copy]) for base, copy in pairs}
 
 
 @pytest.mark.parametrize(

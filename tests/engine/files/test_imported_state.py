@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharded_lora import full
+from sharded_lora import wholes
 from tiny_models import tiny_folder, tiny_model
 
 from shardwise.config import EngineConfig, ModelError, OptimizerConfig
@@ -48,7 +48,7 @@ def load(folder, state):
         total_steps=10,
     )
     engine.state.load(Path(state))
-    tensors = {name: full(tensor).numpy() for name, tensor in engine._optimizer.named_tensors().items()}
+    tensors = {name: tensor.numpy() for name, tensor in wholes(engine._optimizer.named_tensors()).items()}
     return tensors, engine._optimizer.numbers()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import RankError
 from resumed_engines import AFTER, BEFORE, assert_same, resumed, uninterrupted
-from sharded_lora import full
+from sharded_lora import wholes
 from tiny_models import tiny_folder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -196,7 +196,7 @@ def trained(package, fsdp_size, steps, *, load=None, save=None):
 
 
 def whole_state(optimizer):
-    return {name: full(tensor).clone() for name, tensor in optimizer.named_tensors().items()}, optimizer.numbers()
+    return wholes(optimizer.named_tensors()), optimizer.numbers()
 
 
 KEYS = {
