@@ -77,13 +77,9 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
     }
     if chosen.name in GROUP_ADVANTAGES:
         metrics |= group_metrics(_compared_rewards(scored, config), loss_mask, group_ids)
-    # The rollout's logprobs are those of the policy that sampled, which max_staleness lets be an older one.
-    policy_logprobs = padded(
-        [present(s.rollout_logprobs if s.old_logprobs is None else s.old_logprobs) for s in samples]
-    )
     if config.kl_in == "reward" and config.kl_coef > 0:
         reference = padded_field(samples, "ref_logprobs")
-        kl = kl_estimate(config)(policy_logprobs.flatten(), reference.flatten())
+        kl = kl_estimate(config)(_policy_logprobs(samples).flatten(), reference.flatten())
         token_rewards = token_rewards - kl_coef * kl.view_as(token_rewards)
     returns = None
     match chosen.name:
@@ -108,7 +104,7 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
             metrics |= turn_metrics(loss_mask, turns, states)
         case "distill":
             assert scored.teacher_logprobs is not None
-            advantages = reverse_kl_advantages(policy_logprobs, padded(scored.teacher_logprobs), loss_mask)
+            advantages = reverse_kl_advantages(_policy_logprobs(samples), padded(scored.teacher_logprobs), loss_mask)
             metrics["policy/teacher_kl"] = MetricValue.mean(float(-advantages.sum()), int(loss_mask.sum()))
         case "custom":
             advantages, returns = _custom_advantages(chosen, scored, token_rewards, loss_mask, group_ids)
@@ -121,6 +117,12 @@ def with_advantages(scored: Scored, config: AlgorithmConfig, *, kl_coef: float) 
     _require_finite(returns, samples, config)
     values = padded_field(samples, "values")
     return with_field(learned, "returns", returns), metrics | explained_variance(values, returns, loss_mask)
+
+
+def _policy_logprobs(samples: Sequence[Sample]) -> Tensor:
+    """Returns the logprobs of the policy as the step begins, [N, L]. The rollout's are those of the policy that
+    sampled, which max_staleness lets be an older one."""
+    return padded([present(s.rollout_logprobs if s.old_logprobs is None else s.old_logprobs) for s in samples])
 
 
 def _compared_rewards(scored: Scored, config: AlgorithmConfig) -> Tensor:
