@@ -1,7 +1,6 @@
 """Which rank writes which rows of a training state. Every rank works out the whole plan from names, shapes and layouts,
 so nothing is exchanged."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
@@ -19,14 +18,14 @@ def planned_cuts(tensors: Mapping[str, Tensor]) -> dict[str, Cut]:
         tensors: whole on every rank, or sharded along dim 0; the same names and layouts in the same order on all ranks.
     """
     cuts_of_layouts: dict[object, list[Cut]] = {}
-    bytes_of_replicas: defaultdict[int, list[int]] = defaultdict(list)
+    bytes_of_replicas: dict[int, list[int]] = {}  # what each writes, by how many they are
     planned = {}
     for name, tensor in tensors.items():
         layout = tensor.shape[:1], (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         if layout not in cuts_of_layouts:
             cuts_of_layouts[layout] = [_cut(shards) for shards in rows_by_replica(tensor)]
         cuts = cuts_of_layouts[layout]
-        num_bytes = bytes_of_replicas[len(cuts)] = bytes_of_replicas[len(cuts)] or [0] * len(cuts)
+        num_bytes = bytes_of_replicas.setdefault(len(cuts), [0] * len(cuts))
         replica = num_bytes.index(min(num_bytes))
         num_bytes[replica] += tensor.nbytes
         planned[name] = cuts[replica]
