@@ -1,6 +1,6 @@
 """Whole tensors from the shards of all ranks, or what each rank needs of them; many small ones in one collective."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,12 +112,20 @@ class _Part:
         assert self.regions is not None
         return self.regions[self.sharding.rank]
 
+    @property
+    def keys(self) -> list[int]:
+        """What tells the regions of the ranks apart: equal only for the same object, because comparing a thousand would
+        take longer than it saves."""
+        assert self.regions is not None
+        return [*map(id, self.regions)]
+
     def leaving(self) -> dict[int, Tensor]:
-        """Returns what the rows here hold of every distinct region, flat, by its id: many ranks need the same."""
+        """Returns what the rows here hold of every region, flat, by its key: many ranks need the same."""
         assert self.sharding is not None
         assert self.regions is not None
         shard, rows = local_shard(self.tensor), self.sharding.rows(self.shape[0], self.sharding.rank)
-        regions = {id(region): region.among_rows(rows.start, rows.stop) for region in _distinct(self.regions)}
+        distinct = dict(zip(self.keys, self.regions, strict=True))
+        regions = {key: region.among_rows(rows.start, rows.stop) for key, region in distinct.items()}
         return {key: region.of(shard).to(self.sharding.device, self.dtype).flatten() for key, region in regions.items()}
 
     def coming(self) -> Tensor:
@@ -136,11 +144,6 @@ class _Part:
         starts, _ = self.sharding.bounds(self.shape[0])
         in_order = sorted(pieces, key=lambda of_rank: starts[of_rank[0]])
         return torch.cat([received[:0], *(piece for _, piece in in_order)]).view(self.needed.shape)
-
-
-def _distinct(regions: Sequence[Region]) -> Collection[Region]:
-    """The same objects, each once: comparing them would take longer than it saves."""
-    return {id(region): region for region in regions}.values()
 
 
 def _by_buckets(parts: Iterable[_Part], bucket_bytes: int) -> Iterator[Tensor]:
@@ -231,8 +234,9 @@ def _for_every_rank(bucket: list[_Part]) -> tuple[Tensor, list[int]]:
     leaving = [part.leaving() for part in bucket]
     together: dict[tuple[int, ...], Tensor] = {}
     sent = []
-    for keys in zip(*(map(id, part.regions or ()) for part in bucket), strict=True):
+    for keys in zip(*(part.keys for part in bucket), strict=True):
         if keys not in together:
-            together[keys] = torch.cat([of_part[key] for of_part, key in zip(leaving, keys, strict=True)])
+            pieces = [of_part[key] for of_part, key in zip(leaving, keys, strict=True)]
+            together[keys] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         sent.append(together[keys])
     return torch.cat(sent), [*map(len, sent)]

@@ -15,8 +15,8 @@ class NeededRegions:
         self._by_rank: list[dict[str, Region]] = []
 
     def by_rank(self, own: Mapping[str, Region]) -> list[dict[str, Region]]:
-        """Collective over all ranks. Returns by rank: name -> what the rank needs of the tensor. Ranks that need the
-        same have one object.
+        """Collective over all ranks. Returns by rank: name -> what the rank needs of the tensor. Regions that are
+        equal are one object.
 
         Args:
             own: the same for this rank.
@@ -24,9 +24,15 @@ class NeededRegions:
         if any(all_gather_json(own != self._own)):
             texts = all_gather_json(json.dumps({name: region.spans for name, region in own.items()}))
             told = {text: json.loads(text) for text in texts}  # a thousand ranks of engines of eight tell eight things
+            known: dict[Region, Region] = {}
             regions = {
-                text: {name: Region.of_lists(spans) for name, spans in tree.items()} for text, tree in told.items()
+                text: {name: _one_of(known, Region.of_lists(spans)) for name, spans in tree.items()}
+                for text, tree in told.items()
             }
             self._by_rank = [regions[text] for text in texts]
             self._own = own
         return self._by_rank
+
+
+def _one_of(known: dict[Region, Region], region: Region) -> Region:
+    return known.setdefault(region, region)

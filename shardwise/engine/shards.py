@@ -108,8 +108,8 @@ class RowSharding:
         are smaller or empty (torch.chunk)."""
         return _rows(total_rows, rank, self.num_ranks, self.num_parts)
 
-    def bounds(self, total_rows: int) -> tuple[list[int], list[int]]:
-        """Returns of the `rows` of every rank the first one, and the one after the last; not to be written into."""
+    def bounds(self, total_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns of the `rows` of every rank the first one, and the one after the last."""
         return _bounds(total_rows, self.num_ranks, self.num_parts)
 
     def num_rows(self, total_rows: int, rank: int) -> int:
@@ -138,6 +138,6 @@ def _rows(total_rows: int, rank: int, num_ranks: int, num_parts: int) -> range:
 
 
 @lru_cache(maxsize=256)
-def _bounds(total_rows: int, num_ranks: int, num_parts: int) -> tuple[list[int], list[int]]:
+def _bounds(total_rows: int, num_ranks: int, num_parts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     rows = [_rows(total_rows, rank, num_ranks, num_parts) for rank in range(num_ranks)]
-    return [of_rank.start for of_rank in rows], [of_rank.stop for of_rank in rows]
+    return tuple(of_rank.start for of_rank in rows), tuple(of_rank.stop for of_rank in rows)

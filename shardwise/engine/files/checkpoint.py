@@ -253,12 +253,13 @@ def _planned_reads(tensors: dict[str, Tensor], index: StateIndex) -> Iterator[_R
         sharding, shard = RowSharding.of(tensor), local_shard(tensor)
         mine = sharding.rows(num_rows_of(tensor.shape), sharding.rank)
         for part in index.cuts[name].parts_of(mine):
-            rows = slice(max(part.start, mine.start), min(part.stop, mine.stop))
-            box = [slice(rows.start - part.start, rows.stop - part.start)]
-            box += [slice(0, size) for size in tensor.shape[1:]]
-            target = shard[rows.start - mine.start : rows.stop - mine.start] if tensor.dim() else shard
-            is_whole = (rows.start, rows.stop) == (part.start, part.stop)
-            yield _Read(name, part.file, box[: tensor.dim()], is_whole, target)
+            if not tensor.dim():
+                yield _Read(name, part.file, [], True, shard)
+                continue
+            start, stop = max(part.start, mine.start), min(part.stop, mine.stop)
+            box = [slice(start - part.start, stop - part.start), *(slice(0, size) for size in tensor.shape[1:])]
+            is_whole = (start, stop) == (part.start, part.stop)
+            yield _Read(name, part.file, box, is_whole, shard[start - mine.start : stop - mine.start])
 
 
 def _read(index: StateIndex, read: _Read, file: SafetensorsReader, *, verify: bool) -> None:

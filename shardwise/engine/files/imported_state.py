@@ -58,7 +58,8 @@ class AdamWStates:
         """
         specs = {f"{MASTER}{name}": TensorSpec(torch.float32, shape) for name, shape in self.shapes.items()}
         specs |= {name: TensorSpec(torch.float32, state.spec.shape) for name, state in self.tensors.items()}
-        cuts = {name: Cut((Part(0, num_rows_of(spec.shape), shard_name(0)),)) for name, spec in specs.items()}
+        whole = {rows: Cut((Part(0, rows, shard_name(0)),)) for rows in {num_rows_of(s.shape) for s in specs.values()}}
+        cuts = {name: whole[num_rows_of(spec.shape)] for name, spec in specs.items()}
         with named_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
             file = ShardFile.write(folder / shard_name(0), specs, self._values(masters))

@@ -101,9 +101,10 @@ class Cut:
 
     @cached_property
     def _num_rows(self) -> int | None:
-        """None where parts overlap, or rows are in none of them."""
+        """None where parts overlap, rows are in none of them, or two parts in one file."""
         stops = [0, *(part.stop for part in self.parts)]
-        return stops[-1] if [part.start for part in self.parts] == stops[:-1] else None
+        are_in_order = stops == sorted(stops) and [part.start for part in self.parts] == stops[:-1]
+        return stops[-1] if are_in_order and len(self.by_file) == len(self.parts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,40 +209,43 @@ class StateIndex:
         """Reads the index of a state. Raises ModelError: there is none, it is damaged, or of another version of
         Shardwise."""
         content = read_sealed_json(folder / INDEX)
-        if content["format"] != FORMAT:
-            raise ModelError(
-                f"{folder / INDEX} has format {content['format']}, and this version of Shardwise reads {FORMAT}; load "
-                "it with the version that wrote it"
-            )
-        tensors = content["tensors"]
-        cuts = [Cut(tuple(Part(*part) for part in parts)) for parts in content["cuts"]]
-        index = cls(
-            specs={
-                name: TensorSpec(DTYPE_NAMES[tree["dtype"]], tuple(tree["shape"])) for name, tree in tensors.items()
-            },
-            cuts={name: cuts[tree["cut"]] for name, tree in tensors.items()},
-            files={name: ShardFile(**tree, tensor_xxh3={}) for name, tree in content["files"].items()},
-            numbers=content["numbers"],
-        )
-        for name, cut in index.cuts.items():
-            hashes = tensors[name]["xxh3"]
-            if not cut.is_of(index.specs[name].shape) or len(hashes) != len(cut.parts):
-                raise DamagedError(f"{folder / INDEX} is damaged: the parts of {name} are not all of it")
-            for part, xxh3 in zip(cut.parts, hashes, strict=True):
-                if part.file not in index.files:
-                    raise DamagedError(f"{folder / INDEX} is damaged: {name} is in {part.file}, which it does not list")
-                index.files[part.file].tensor_xxh3[name] = xxh3
+        try:
+            if content["format"] != FORMAT:
+                raise ModelError(
+                    f"{folder / INDEX} has format {content['format']}, and this version of Shardwise reads {FORMAT}; "
+                    "load it with the version that wrote it"
+                )
+            return cls._of_content(content)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DamagedError(
+                f"{folder / INDEX} is damaged: it is not what was written ({type(error).__name__}: {error})"
+            ) from None
+
+    @classmethod
+    def _of_content(cls, content: Any) -> Self:
+        """Raises ValueError: the parts of a tensor are not all of it. Content of another form raises what Python makes
+        of it."""
+        cuts = {number: Cut(tuple(Part(*part) for part in parts)) for number, parts in enumerate(content["cuts"])}
+        files = {name: ShardFile(**tree, tensor_xxh3={}) for name, tree in content["files"].items()}
+        index = cls({}, {}, files, content["numbers"])
+        for name, tree in content["tensors"].items():
+            spec, cut = TensorSpec(DTYPE_NAMES[tree["dtype"]], tuple(tree["shape"])), cuts[tree["cut"]]
+            index.specs[name], index.cuts[name] = spec, cut
+            if not cut.is_of(spec.shape):
+                raise ValueError(f"the parts of {name} are not all of it")
+            for part, xxh3 in zip(cut.parts, tree["xxh3"].split(), strict=True):
+                files[part.file].tensor_xxh3[name] = xxh3
         return index
 
     def write(self, folder: Path) -> None:
         """Writes the index durably, whole or not at all. Raises OSError."""
-        numbers = {cut: number for number, cut in enumerate(dict.fromkeys(self.cuts.values()))}
+        places = {cut: place for place, cut in enumerate(dict.fromkeys(self.cuts.values()))}
         tensors = {
             name: {
                 "dtype": NAME_OF_DTYPE[spec.dtype],
                 "shape": spec.shape,
-                "cut": numbers[self.cuts[name]],
-                "xxh3": [self.files[part.file].tensor_xxh3[name] for part in self.cuts[name].parts],
+                "cut": places[self.cuts[name]],
+                "xxh3": " ".join(self.files[part.file].tensor_xxh3[name] for part in self.cuts[name].parts),
             }
             for name, spec in self.specs.items()
         }
@@ -253,7 +257,7 @@ class StateIndex:
             "numbers": self.numbers,
             "files": files,
             "tensors": tensors,
-            "cuts": [cut.parts for cut in numbers],
+            "cuts": [cut.parts for cut in places],
         }
         write_sealed_json(folder / INDEX, content)
 

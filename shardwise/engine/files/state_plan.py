@@ -12,7 +12,8 @@ from shardwise.engine.shards import rows_by_replica
 
 def planned_cuts(tensors: Mapping[str, Tensor]) -> dict[str, Cut]:
     """Returns the parts that each tensor is written in, by the ranks of one of the replicas that hold it. Replicas take
-    turns, so that they write about as many bytes.
+    turns, so that they write about as many bytes; the first one writes all numbers (step counters), so that a rank,
+    which needs every one, has one more file to open and not one of every rank.
 
     Args:
         tensors: whole on every rank, or sharded along dim 0; the same names and layouts in the same order on all ranks.
@@ -26,7 +27,7 @@ def planned_cuts(tensors: Mapping[str, Tensor]) -> dict[str, Cut]:
             cuts_of_layouts[layout] = [_cut(shards) for shards in rows_by_replica(tensor)]
         cuts = cuts_of_layouts[layout]
         num_bytes = bytes_of_replicas.setdefault(len(cuts), [0] * len(cuts))
-        replica = num_bytes.index(min(num_bytes))
+        replica = num_bytes.index(min(num_bytes)) if tensor.dim() else 0
         num_bytes[replica] += tensor.nbytes
         planned[name] = cuts[replica]
     return planned

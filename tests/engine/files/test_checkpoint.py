@@ -22,6 +22,7 @@ from tiny_models import tiny_folder
 from shardwise.config import DamagedError, ExportError, ModelError
 from shardwise.engine.files import checkpoint
 from shardwise.engine.files.safetensors_file import SafetensorsReader
+from shardwise.engine.files.state_files import StateIndex
 
 
 def saved_after_a_step(folder, state, engine):
@@ -63,10 +64,9 @@ def test_a_thread_writes_the_state_while_something_else_is_done(run_ranks, tmp_p
 
 
 def gathered_in_a_save(folder, state):
-    """Elements that this rank gives where all ranks receive them, when the plan is made."""
+    """Elements that this rank gives where all ranks receive them, in the first save."""
     trained, gather, gathered = build(folder, {}, {}), dist.all_gather, []
     steps(trained, [0])
-    trained.state.save(Path(state))
 
     def noted(received, tensor):
         gathered.append(tensor.numel())
@@ -78,9 +78,27 @@ def gathered_in_a_save(folder, state):
 
 
 def test_what_the_ranks_wrote_goes_to_rank_0_alone(run_ranks, tmp_path):
-    """The others are sent the ranks' numbers of bytes."""
+    """The others are sent the ranks' numbers of bytes, and nothing else: every rank has planned alone."""
     folder = str(tiny_folder("llama", tmp_path / "model"))
     assert run_ranks(gathered_in_a_save, 2, folder, str(tmp_path / "state")) == [[1], [1]]
+
+
+def opened_by_the_ranks_that_wrote(folder, state):
+    """The files that this rank opens to read what it has saved itself."""
+    trained = build(folder, {}, {})
+    steps(trained, [0])
+    trained.state.save(Path(state))
+    dist.barrier()
+    with patch.object(StateIndex, "open", autospec=True, side_effect=StateIndex.open) as opened:
+        build(folder, {}, {}, with_trained=False).state.load(Path(state))
+    return sorted(call.args[1].name for call in opened.call_args_list)
+
+
+def test_a_rank_opens_its_own_file_and_the_one_with_all_step_counters(run_ranks, tmp_path):
+    folder = str(tiny_folder("llama", tmp_path / "model"))
+    first = "rank_0.safetensors"
+    wanted = [[first], *([first, f"rank_{rank}.safetensors"] for rank in (1, 2))]
+    assert run_ranks(opened_by_the_ranks_that_wrote, 3, folder, str(tmp_path / "state")) == wanted
 
 
 def test_a_shard_that_replicas_share_is_written_once(run_ranks, tmp_path):

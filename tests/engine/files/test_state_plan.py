@@ -17,8 +17,10 @@ def planned(shards, replicas):
             "short": distribute_tensor(torch.zeros(1, 3), mesh, layout),
             "alike": distribute_tensor(torch.zeros(5), mesh, layout),
             "none": distribute_tensor(torch.zeros(0, 2), mesh, layout),
-            "plain": torch.zeros((), dtype=torch.int64),
+            "number": torch.zeros((), dtype=torch.int64),
             "vector": torch.zeros(3),
+            "another": torch.zeros(2),
+            "number too": torch.zeros(()),
         }
     )
     assert replicas > 1 or cuts["alike"] is cuts["sharded"], "tensors share a cut"
@@ -37,8 +39,10 @@ def test_each_rank_writes_its_own_rows_and_one_rank_what_all_hold(run_ranks):
         "short": rows((0, 1, 0)),
         "alike": rows((0, 3, 0), (3, 5, 1)),
         "none": [],
-        "plain": rows((0, 1, 0)),
+        "number": rows((0, 1, 0)),
         "vector": rows((0, 3, 1)),
+        "another": rows((0, 2, 0)),
+        "number too": rows((0, 1, 0)),
     }
 
 
@@ -50,6 +54,8 @@ def test_replicas_take_turns_so_that_they_write_about_as_many_bytes(run_ranks):
         "short": rows((0, 1, 2)),
         "alike": rows((0, 3, 2), (3, 5, 3)),
         "none": [],
-        "plain": rows((0, 1, 0)),
+        "number": rows((0, 1, 0)),
         "vector": rows((0, 3, 1)),
+        "another": rows((0, 2, 2)),
+        "number too": rows((0, 1, 0)),
     }
