@@ -161,7 +161,7 @@ def test_f18_a_flipped_bit_in_any_file_is_found(run_ranks, run, model_folder, wo
 @pytest.mark.parametrize(
     ("file", "groups"),
     [
-        ("state/policy/rank_1.safetensors", {"master/model", "exp_avg/model", "exp_avg_sq/model", "step/model"}),
+        ("state/policy/rank_0.safetensors", {"master/model", "exp_avg/model", "exp_avg_sq/model", "step/model"}),
         ("hf/model.safetensors", {"model"}),
     ],
 )
@@ -313,7 +313,8 @@ def test_f27_what_latest_says_changes_nothing(run, model_folder, content):
 def test_a_run_goes_on_from_the_checkpoint_before_and_keeps_the_damaged_one_aside(run_ranks, run, model_folder):
     """Its logs are cut to that step, and `latest` names it until the next save."""
     damaged = run / NEWEST / "state" / "policy" / "rank_0.safetensors"
-    damaged.write_bytes(flipped(damaged.read_bytes(), 5000, 0))
+    whole = damaged.read_bytes()
+    damaged.write_bytes(flipped(whole, len(whole) // 2, 0))
     (run / "checkpoints" / "latest").write_text("nonsense")
     (steps, error, said), _ = run_ranks(run_steps, 2, str(run), str(model_folder), note_latest)
     assert (steps, error) == ([3, 4, 5, 6], None)
