@@ -26,13 +26,9 @@ class NeededRegions:
             told = {text: json.loads(text) for text in texts}  # a thousand ranks of engines of eight tell eight things
             known: dict[Region, Region] = {}
             regions = {
-                text: {name: _one_of(known, Region.of_lists(spans)) for name, spans in tree.items()}
+                text: {name: known.setdefault(region := Region.of_lists(spans), region) for name, spans in tree.items()}
                 for text, tree in told.items()
             }
             self._by_rank = [regions[text] for text in texts]
             self._own = own
         return self._by_rank
-
-
-def _one_of(known: dict[Region, Region], region: Region) -> Region:
-    return known.setdefault(region, region)

@@ -97,6 +97,7 @@ class Cut:
 
     @cached_property
     def by_file(self) -> dict[str, Part]:
+        """Name of a file -> the part in it."""
         return {part.file: part for part in self.parts}
 
     @cached_property
