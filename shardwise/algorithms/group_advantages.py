@@ -38,9 +38,11 @@ def outcome_token_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
     Returns:
         [N, L] float32, 0 elsewhere; a row without a trained token is all 0.
     """
-    num_trained_from_here = loss_mask.flip(1).cumsum(1).flip(1)
-    is_last = loss_mask & (num_trained_from_here == 1)
-    return torch.where(is_last, rewards[:, None], 0.0)
+    placed = torch.zeros(loss_mask.shape, dtype=rewards.dtype)
+    rows = loss_mask.any(1).nonzero().flatten()
+    last = loss_mask.shape[1] - 1 - loss_mask[rows].flip(1).byte().argmax(1)  # argmax: the first of equals
+    placed[rows, last] = rewards[rows]
+    return placed
 
 
 def grpo(token_rewards: Tensor, loss_mask: Tensor, group_ids: Tensor, *, scale: Literal["std", "none"]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def sample_outcomes(token_rewards: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of each sample's rewards on trained tokens, [N] float64, and whether it has such a token, [N] bool."""
-    return torch.where(loss_mask, token_rewards.double(), 0.0).sum(1), loss_mask.any(1)
+    return torch.where(loss_mask, token_rewards, 0.0).sum(1, dtype=torch.float64), loss_mask.any(1)
 
 
 def group_sums(values: Tensor, group_ids: Tensor) -> Tensor:

@@ -77,13 +77,14 @@ def reverse_kl_advantages(logprobs: Tensor, teacher_logprobs: Tensor, loss_mask:
 
 def _reverse_scan(token_rewards: Tensor, loss_mask: Tensor, values: Tensor, *, gamma: float, lam: float) -> Tensor:
     """[N, L] float64, the A(t) of `gae`, 0 where not trained."""
-    rewards = torch.where(loss_mask, token_rewards.double(), 0.0)
+    rewards = torch.where(loss_mask, token_rewards, 0.0).double()
+    # [L, N] from here on: the numbers that are read together lie together.
+    rewards, trained, values = (array.T.contiguous() for array in (rewards, loss_mask, values))
     advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = rewards.new_zeros(len(rewards))
-    for t in reversed(range(rewards.shape[1])):
-        trained = loss_mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(trained, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(trained, values[:, t], next_value)
-        advantages[:, t] = next_advantage
-    return torch.where(loss_mask, advantages, 0.0)
+    next_value = next_advantage = rewards.new_zeros(rewards.shape[1])
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * next_value - values[t]
+        next_advantage = torch.where(trained[t], delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(trained[t], values[t], next_value)
+        advantages[t] = next_advantage
+    return torch.where(loss_mask, advantages.T, 0.0)
