@@ -24,9 +24,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/shardwise quickstart
 
-# Three tests at a time, for some wait while others compute; the slowest files first. Then, one at a time, those that measure what time passes.
+# Two tests at a time, most of which start ranks of their own; the slowest files first. Then, one at a time, those that measure what time passes.
 test: install
-	$(BIN)/python -m pytest -m 'not full and not alone' -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not full and not alone' -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m 'not full and alone' $$(grep -rl mark.alone tests --include='test_*.py')
 
 # The quickstart as a newcomer runs it, whole, and how much its policy has learnt.
