@@ -22,7 +22,7 @@ class EngineState:
     """Masters, optimizer states and numbers of a trained engine, for any layout. `load_initial_weights`, `save`, `load`
     and `load_weights_alone` are collective; the other methods are local."""
 
-    # The packages of `checkpoint` are needed by nothing else in the engine, so they are imported where it is used.
+    # `checkpoint` needs xxhash and nothing else in the engine does, so it is imported where it is used.
 
     def __init__(
         self, model: ScoringModel, optimizer: ShardedOptimizer, copies: Copies, initial: InitialWeights | None = None
