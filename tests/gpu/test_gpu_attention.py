@@ -13,7 +13,6 @@ from shardwise.ops import (
     varlen_attention,
     varlen_decode_attention,
 )
-from shardwise.rollout.kv_cache import KVCache
 
 BFLOAT16 = "param_dtype=bfloat16"
 WINDOW = {
@@ -122,22 +121,3 @@ def test_a_decode_step_reads_the_tokens_of_each_row(device, window, kv_heads, di
     half = [tensor.bfloat16() for tensor in (query, keys, values)]
     found = varlen_decode_attention(*half, lengths, longest=300, scaling=0.1, window=window, sinks=sinks)
     torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
-
-
-@pytest.mark.skipif(not VARLEN_READS_CACHES, reason="this torch cannot tell its kernel how many keys a row has")
-@pytest.mark.parametrize(("kv_heads", "dim"), [(8, 64), (2, 128)])
-def test_prompts_longer_than_the_window_are_read_without_all_their_scores(device, kv_heads, dim):
-    num_prompts, length, window = 2, 2048, 32
-    torch.manual_seed(0)
-    prompts = [torch.randn(num_prompts, length, heads, dim, device=device) for heads in (8, kv_heads, kv_heads)]
-    query, key, value = (tensor.transpose(1, 2) for tensor in prompts)
-    expected = attend(query, key, value, scaling=0.1, causal=True, window=window)
-    half = [tensor.bfloat16() for tensor in (query, key, value)]
-    cache = KVCache(num_rows=num_prompts, capacity_tokens=length, device=device)
-    cache.begin_prefill(torch.arange(num_prompts, device=device), [length] * num_prompts)
-    torch.accelerator.reset_peak_memory_stats(device)
-    before = torch.accelerator.memory_allocated(device)
-    found = cache.attend(0, *half, scaling=0.1, window=window, chunk=None, softcap=None)
-    torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
-    scores_bytes = 2 * num_prompts * 8 * length * length
-    assert torch.accelerator.max_memory_allocated(device) - before < scores_bytes / 2

@@ -8,8 +8,9 @@ from gpu_sampling import differences, generated_by_transformers, requests, token
 from small_gpu_model import allocated, build, train
 
 pytest.importorskip("xxhash")  # which proves weights
-from shardwise.ops import release_cached_blocks
+from shardwise.ops import VARLEN_READS_CACHES, attend, release_cached_blocks
 from shardwise.rollout import EmbeddedEngine
+from shardwise.rollout.kv_cache import KVCache
 from shardwise.transfer import WeightSyncError, sync_local
 
 TEMPERATURE = 0.8
@@ -112,3 +113,22 @@ def test_a_tensor_that_was_altered_on_the_device_is_named(folder, device, monkey
         sync_local(trainer.named_weights(torch.float32), engine, version=1)
     with pytest.raises(RuntimeError, match="holds a part of new weights"):
         engine.generate(requests())
+
+
+@pytest.mark.skipif(not VARLEN_READS_CACHES, reason="this torch cannot tell its kernel how many keys a row has")
+@pytest.mark.parametrize(("kv_heads", "dim"), [(8, 64), (2, 128)])
+def test_prompts_longer_than_the_window_are_read_without_all_their_scores(device, kv_heads, dim):
+    num_prompts, length, window = 2, 2048, 32
+    torch.manual_seed(0)
+    prompts = [torch.randn(num_prompts, length, heads, dim, device=device) for heads in (8, kv_heads, kv_heads)]
+    query, key, value = (tensor.transpose(1, 2) for tensor in prompts)
+    expected = attend(query, key, value, scaling=0.1, causal=True, window=window)
+    half = [tensor.bfloat16() for tensor in (query, key, value)]
+    cache = KVCache(num_rows=num_prompts, capacity_tokens=length, device=device)
+    cache.begin_prefill(torch.arange(num_prompts, device=device), [length] * num_prompts)
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
+    found = cache.attend(0, *half, scaling=0.1, window=window, chunk=None, softcap=None)
+    torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
+    scores_bytes = 2 * num_prompts * 8 * length * length
+    assert torch.accelerator.max_memory_allocated(device) - before < scores_bytes / 2

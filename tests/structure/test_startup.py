@@ -1,5 +1,6 @@
 """What a user meets first stays light, and every source file has its tests."""
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -39,15 +40,23 @@ def test_a_rank_starts_without_what_few_runs_need():
     assert (done.returncode, done.stdout) == (0, "2 []\nTrue True\n"), done.stderr
 
 
-def test_the_engine_starts_without_what_only_runs_need():
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import shardwise.data.packing, shardwise.engine, shardwise.recipes.losses, benchmarks.gpu_train, conftest",
+        "import pytest\nassert pytest.main(['tests/gpu', '--collect-only', '-p', 'no:cacheprovider']) == 0",
+    ],
+    ids=["engine", "gpu-tests"],
+)
+def test_the_engine_and_its_gpu_tests_start_without_what_only_runs_need(code):
     """A machine with a GPU may have little more than torch and transformers: see `make gpu-test`."""
     packages = ["rich", "xxhash", "datasets", "pyarrow", "peft", "math_verify", "tensorboard", "hypothesis"]
-    script = (
-        f"import sys\nsys.modules.update(dict.fromkeys({packages}))\nsys.path.append({str(TESTS)!r})\n"
-        "import shardwise.data.packing, shardwise.engine, shardwise.recipes.losses, benchmarks.gpu_train, conftest"
+    script = f"import sys\nsys.modules.update(dict.fromkeys({packages}))\nsys.path.append({str(TESTS)!r})\n{code}"
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
 
 def test_every_source_file_has_a_test_file():
