@@ -36,6 +36,9 @@ class HeldOutData(Config):
     """A system message put before prompts that have none."""
     apply_chat_template: bool = True
     """Render prompts with the chat template. false: prompts are strings and are tokenized as they are."""
+    preprocessing_num_workers: Annotated[int, Field(ge=0)] | None = None
+    """The most processes beside the main one that turn rows into tokens; they are started only where that would take
+    longer than ten seconds. null: one for every core, at most 32; 0: none."""
 
     @model_validator(mode="after")
     def _system_prompt_is_rendered(self) -> Self:

@@ -39,7 +39,7 @@ _RUN_KEYS = (
     *("rollout.engine.compile_decode", "rollout.engine.process", "rollout.engine.python", "rollout.sync_adapter_only"),
     *("rollout.engine.mem_fraction_static", "rollout.engine.weights_folder", "rollout.engine.load_timeout_seconds"),
     *("rollout.engine.health_timeout_seconds", "trainer.max_time_seconds", "trainer.stop_grace_seconds"),
-    *("trainer.faults", "rollout.engine.allow_unproven"),
+    *("trainer.faults", "rollout.engine.allow_unproven", "data.preprocessing_num_workers"),
 )
 MAY_CHANGE = frozenset((*_RUN_KEYS, *(f"{engine}.{key}" for engine in _ENGINES for key in _LAYOUT_KEYS)))
 """Keys that change no number of the training beyond rounding; keys in lists are written without the index."""

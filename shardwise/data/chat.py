@@ -1,7 +1,7 @@
 """Text to tokens: prompts, responses and conversations, through the tokenizer's chat template where one is wanted."""
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardwise.config import DataError
@@ -144,7 +144,6 @@ def render_conversation(
     text = ""
     token_ids: list[int] = []
     loss_mask: list[bool] = []
-    usual_end = cache(partial(turn_end_id, tokenizer))
     end: int | None = None
     is_ended = True
     for turn in turns:
@@ -160,7 +159,7 @@ def render_conversation(
         loss_mask += [False] * (len(prompt_ids) - len(loss_mask))
         token_ids = _extend(tokenizer, prompt, prompt_ids, text, origin)
         said = token_ids[len(prompt_ids) :]
-        end = tokenizer.eos_token_id if tokenizer.eos_token_id in said else usual_end()
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id in said else turn_end_id(tokenizer)
         is_ended = end in said
         num_behind = next((count for count, one in enumerate(reversed(said)) if one == end), 0)
         loss_mask += [True] * (len(said) - num_behind) + [False] * num_behind
@@ -238,8 +237,11 @@ def turn_end_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     Returns:
         None where there is no such token, or no chat template that takes a user's message and an answer.
     """
-    if tokenizer.chat_template is None:
-        return None
+    return None if tokenizer.chat_template is None else _turn_end_id(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=8)
+def _turn_end_id(tokenizer: "PreTrainedTokenizerBase", _template: str) -> int | None:
     question = {"role": "user", "content": _ANY_PROMPT}
     messages = [question, {"role": "assistant", "content": _ANY_TURN}]
 
@@ -262,8 +264,9 @@ def _enders(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
     return _special_tokens(tokenizer).keys() - {tokenizer.bos_token_id}
 
 
+@lru_cache(maxsize=8)
 def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """Id -> text."""
+    """Id -> text. Asking the tokenizer takes milliseconds where it has hundreds of them."""
     return {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 

@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from shardwise.config import DataError, PreferenceDataConfig
 from shardwise.data.chat import render_conversation, render_response_sample
 from shardwise.data.messages import Message, checked_messages, prompt_messages, with_system_prompt
+from shardwise.data.row_processes import map_rows, nothing
 from shardwise.data.rows import (
     Loaded,
     Rendered,
@@ -16,7 +19,6 @@ from shardwise.data.rows import (
     get_prompt,
     loaded_sequences,
     make_sample,
-    nothing,
     reading,
     take_images,
     tool_schemas,
@@ -67,25 +69,11 @@ def preference_pairs(
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
     rows = read_rows(files, max_rows=max_rows)
-    samples: list[Sample] = []
-    num_kept = num_identical = num_truncated = 0
-    for row in rows:
-        on_row()
-        margin = _margin(config, row)
-        sides, image_refs = _render_pair(config, row, tokenizer, vision, media_token_ids)
-        fitted = fit(config, row, sides, image_refs) if sides else None
-        if fitted is None:
-            num_identical += not sides
-            continue
-        chosen, rejected = fitted
-        if chosen == rejected:
-            num_identical += 1
-            continue
-        for column, side, reward in ((config.chosen_column, chosen, margin), (config.rejected_column, rejected, 0.0)):
-            uid = f"{row.origin} {column}"
-            samples.append(make_sample(uid, *side, image_refs=image_refs, vision=vision, reward=reward, group=num_kept))
-        num_kept += 1
-        num_truncated += fitted != sides
+    read = partial(_pair, config, tokenizer, vision, media_token_ids)
+    pairs = list(map_rows(read, rows, num_workers=config.preprocessing_num_workers, on_row=on_row))
+    kept = [pair for pair in pairs if pair.sides]
+    samples = [replace(side, group=group) for group, pair in enumerate(kept) for side in pair.sides]
+    num_identical = sum(pair.is_identical for pair in pairs)
     if not samples and num_identical:
         raise DataError(
             f'0 of {len(rows)} rows left: in {num_identical} of them "{config.chosen_column}" and '
@@ -94,8 +82,8 @@ def preference_pairs(
         )
     counts = {
         "num_rows": len(rows),
-        "num_dropped": len(rows) - num_kept,
-        "num_truncated": num_truncated,
+        "num_dropped": len(rows) - len(kept),
+        "num_truncated": sum(pair.is_truncated for pair in kept),
         "num_identical": num_identical,
     }
     return loaded_sequences(config, files, samples, counts)
@@ -124,23 +112,14 @@ def labelled_samples(
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
     rows = read_rows(files, max_rows=max_rows)
-    samples: list[Sample] = []
-    num_truncated = 0
-    for row in rows:
-        on_row()
-        reward = 1.0 if _label(config, row) else -1.0
-        rendered, image_refs = _render_answer(config, row, tokenizer, vision, media_token_ids)
-        fitted = fit(config, row, rendered, image_refs)
-        if fitted is None:
-            continue
-        num_truncated += fitted != rendered
-        samples.append(
-            make_sample(row.origin, *fitted[0], image_refs=image_refs, vision=vision, reward=reward, group=len(samples))
-        )
+    read = partial(_labelled_sample, config, tokenizer, vision, media_token_ids)
+    outcomes = list(map_rows(read, rows, num_workers=config.preprocessing_num_workers, on_row=on_row))
+    kept = [outcome for outcome in outcomes if outcome is not None]
+    samples = [replace(sample, group=group) for group, (sample, _) in enumerate(kept)]
     counts = {
         "num_rows": len(rows),
-        "num_dropped": len(rows) - len(samples),
-        "num_truncated": num_truncated,
+        "num_dropped": len(rows) - len(kept),
+        "num_truncated": sum(is_truncated for _, is_truncated in kept),
         "num_desirable": sum(sample.reward > 0 for sample in samples),
     }
     return loaded_sequences(config, files, samples, counts)
@@ -211,6 +190,56 @@ def _prompt(sample: Sample, num_tokens: int) -> tuple[list[int], list[str | byte
     """Returns what tells a sample's prompt from others: its tokens, and its images."""
     images = [image.path if image.data is None else image.data.numpy().tobytes() for image in sample.image_refs]
     return sample.token_ids[:num_tokens].tolist(), images
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """What a row with two answers became."""
+
+    sides: list[Sample]
+    """Chosen and rejected; empty if the row is dropped."""
+    is_truncated: bool = False
+    is_identical: bool = False
+    """Whether it is dropped because its sides are the same."""
+
+
+def _pair(
+    config: PreferenceDataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    vision: Vision | None,
+    media_token_ids: Collection[int],
+    row: Row,
+) -> _Pair:
+    margin = _margin(config, row)
+    rendered, image_refs = _render_pair(config, row, tokenizer, vision, media_token_ids)
+    fitted = fit(config, row, rendered, image_refs) if rendered else []
+    if fitted is None:
+        return _Pair([])
+    if not fitted or fitted[0] == fitted[1]:
+        return _Pair([], is_identical=True)
+    sides = [
+        make_sample(f"{row.origin} {column}", *side, image_refs=image_refs, vision=vision, reward=reward)
+        for column, side, reward in zip(
+            (config.chosen_column, config.rejected_column), fitted, (margin, 0.0), strict=True
+        )
+    ]
+    return _Pair(sides, is_truncated=fitted != rendered)
+
+
+def _labelled_sample(
+    config: PreferenceDataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    vision: Vision | None,
+    media_token_ids: Collection[int],
+    row: Row,
+) -> tuple[Sample, bool] | None:
+    """Returns the sample of a row and whether it was cut; None if the row is dropped."""
+    reward = 1.0 if _label(config, row) else -1.0
+    rendered, image_refs = _render_answer(config, row, tokenizer, vision, media_token_ids)
+    fitted = fit(config, row, rendered, image_refs)
+    if fitted is None:
+        return None
+    return make_sample(row.origin, *fitted[0], image_refs=image_refs, vision=vision, reward=reward), fitted != rendered
 
 
 def _render_pair(

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -13,6 +14,7 @@ from shardwise.config import DataError, EvalDataConfig, HeldOutData, SequenceDat
 from shardwise.console import counted, tell, warn
 from shardwise.data.chat import render_conversation, render_prompt, render_response_sample
 from shardwise.data.messages import Message, ToolSchema, prompt_messages
+from shardwise.data.row_processes import map_rows, nothing
 from shardwise.data.sources import (
     Row,
     describe_columns,
@@ -66,10 +68,6 @@ class Loaded(Generic[T]):
         return found.hexdigest()
 
 
-def nothing() -> None:
-    """What happens at every row unless a caller says more."""
-
-
 def supervised_samples(
     config: SupervisedDataConfig,
     files: Sequence[str],
@@ -88,31 +86,20 @@ def supervised_samples(
     Args:
         vision: shows images to a model that sees them; None refuses rows that have any.
         media_token_ids: tokens that no row may spell, except the one that `vision` writes for images.
-        on_row: called before each row: a million of them take half an hour.
+        on_row: called before each row: they may take minutes.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
     rows = read_rows(files, max_rows=max_rows)
-    unshown = unshown_ids(media_token_ids, vision)
-    samples: list[Sample] = []
-    num_truncated = 0
-    for row in rows:
-        on_row()
-        rendered, seen = _tokenize_supervised(config, row, tokenizer, vision, unshown)
-        fitted = fit(config, row, [rendered], seen)
-        if fitted is None:
-            continue
-        ((token_ids, loss_mask),) = fitted
-        is_truncated = (token_ids, loss_mask) != rendered
-        if vision is not None and seen and is_truncated:
-            # Nothing is learnt from what stands behind, such as an image that has lost its end.
-            length = len(loss_mask) - loss_mask[::-1].index(True)
-            token_ids, loss_mask = token_ids[:length], loss_mask[:length]
-            seen = vision.within(token_ids, seen)
-        num_truncated += is_truncated
-        samples.append(make_sample(row.origin, token_ids, loss_mask, image_refs=seen, vision=vision))
-    counts = {"num_rows": len(rows), "num_dropped": len(rows) - len(samples), "num_truncated": num_truncated}
-    return loaded_sequences(config, files, samples, counts)
+    read = partial(_supervised_sample, config, tokenizer, vision, unshown_ids(media_token_ids, vision))
+    outcomes = list(map_rows(read, rows, num_workers=config.preprocessing_num_workers, on_row=on_row))
+    kept = [outcome for outcome in outcomes if outcome is not None]
+    counts = {
+        "num_rows": len(rows),
+        "num_dropped": len(rows) - len(kept),
+        "num_truncated": sum(is_truncated for _, is_truncated in kept),
+    }
+    return loaded_sequences(config, files, [sample for sample, _ in kept], counts)
 
 
 def prompt_examples(
@@ -142,49 +129,24 @@ def prompt_examples(
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
     rows = read_rows(files, max_rows=max_rows)
-    limit, unshown = config.max_prompt_tokens, unshown_ids(media_token_ids, vision)
-    examples: list[Example] = []
-    num_truncated = 0
-    for row in rows:
-        on_row()
-        offered = _offered_tools(config, row, tools)
-        given = get_cell(row, config.prompt_column)
-        row, image_refs = _with_image_parts(config, row, config.prompt_column, vision)
-        prompt_ids = render_prompt(
-            tokenizer,
-            get_prompt(config, row),
-            apply_chat_template=config.apply_chat_template,
-            system_prompt=config.system_prompt,
-            origin=row.origin,
-            tools=[tools[name] for name in offered],
-            media_token_ids=unshown,
-            as_read=reading(vision),
-        )
-        words = prompt_ids
-        if vision is not None:
-            prompt_ids, _ = vision.expand(prompt_ids, [False] * len(prompt_ids), image_refs, row.origin)
-        overlong = len(prompt_ids) > limit
-        if overlong and (config.on_overlong == "error" or (image_refs and config.on_overlong == "truncate")):
-            policies = "drop (one with images is not truncated)" if image_refs else "drop or truncate"
-            raise DataError(
-                _overlong(row, "prompt", len(prompt_ids), image_refs, "data.max_prompt_tokens", limit, policies)
-            )
-        if overlong and config.on_overlong == "drop":
-            continue
-        num_truncated += overlong
-        example = _example(config, row, tokenizer, prompt_ids, is_judged=is_judged)
-        if vision is not None and image_refs:
-            assert example.messages is not None, "images without a chat template"
-            example = replace(
-                example,
-                messages=as_written(example.messages, given),
-                prompt=tokenizer.decode(words),
-                image_refs=image_refs,
-                position_ids=vision.position_ids(torch.tensor(prompt_ids), image_refs),
-            )
-        examples.append(replace(example, tools=offered) if tools else example)
-    counts = {"num_rows": len(rows), "num_dropped": len(rows) - len(examples), "num_truncated": num_truncated}
-    return _loaded(examples, counts, files, f"data.max_prompt_tokens={limit}", config.on_overlong)
+    read = partial(
+        _prompt_example,
+        config,
+        tokenizer,
+        vision,
+        unshown_ids(media_token_ids, vision),
+        dict(tools),
+        is_judged=is_judged,
+    )
+    outcomes = list(map_rows(read, rows, num_workers=config.preprocessing_num_workers, on_row=on_row))
+    kept = [outcome for outcome in outcomes if outcome is not None]
+    counts = {
+        "num_rows": len(rows),
+        "num_dropped": len(rows) - len(kept),
+        "num_truncated": sum(is_truncated for _, is_truncated in kept),
+    }
+    limit = f"data.max_prompt_tokens={config.max_prompt_tokens}"
+    return _loaded([example for example, _ in kept], counts, files, limit, config.on_overlong)
 
 
 def check_supervised_row(config: SupervisedDataConfig, row: Row) -> None:
@@ -243,7 +205,6 @@ def make_sample(
     image_refs: Sequence[ImageRef] = (),
     vision: Vision | None = None,
     reward: float = 0.0,
-    group: int = 0,
 ) -> Sample:
     """Builds a sample from what was rendered: token ids [L] and loss mask [L].
 
@@ -258,7 +219,6 @@ def make_sample(
         position_ids=vision.position_ids(tokens, image_refs) if vision is not None and image_refs else None,
         image_refs=list(image_refs),
         reward=reward,
-        group=group,
     )
 
 
@@ -285,6 +245,28 @@ def unshown_ids(media_token_ids: Collection[int], vision: Vision | None) -> list
 def reading(vision: Vision | None) -> Callable[[str], str]:
     """Returns what makes of a rendered text what is tokenized of it; without a vision that is the text itself."""
     return str if vision is None else vision.as_read
+
+
+def _supervised_sample(
+    config: SupervisedDataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    vision: Vision | None,
+    unshown: Collection[int],
+    row: Row,
+) -> tuple[Sample, bool] | None:
+    """Returns the sample of a row and whether it was cut; None if the row is dropped."""
+    rendered, seen = _tokenize_supervised(config, row, tokenizer, vision, unshown)
+    fitted = fit(config, row, [rendered], seen)
+    if fitted is None:
+        return None
+    ((token_ids, loss_mask),) = fitted
+    is_truncated = (token_ids, loss_mask) != rendered
+    if vision is not None and seen and is_truncated:
+        # Nothing is learnt from what stands behind, such as an image that has lost its end.
+        length = len(loss_mask) - loss_mask[::-1].index(True)
+        token_ids, loss_mask = token_ids[:length], loss_mask[:length]
+        seen = vision.within(token_ids, seen)
+    return make_sample(row.origin, token_ids, loss_mask, image_refs=seen, vision=vision), is_truncated
 
 
 def _tokenize_supervised(
@@ -447,6 +429,55 @@ def _tool_name(item: Any) -> str | None:
         case str(name) | {"function": {"name": str(name)}}:
             return name
     return None
+
+
+def _prompt_example(
+    config: EvalDataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    vision: Vision | None,
+    unshown: Collection[int],
+    tools: Mapping[str, ToolSchema],
+    row: Row,
+    *,
+    is_judged: bool,
+) -> tuple[Example, bool] | None:
+    """Returns the example of a row and whether its prompt was cut; None if the row is dropped."""
+    limit = config.max_prompt_tokens
+    offered = _offered_tools(config, row, tools)
+    given = get_cell(row, config.prompt_column)
+    row, image_refs = _with_image_parts(config, row, config.prompt_column, vision)
+    prompt_ids = render_prompt(
+        tokenizer,
+        get_prompt(config, row),
+        apply_chat_template=config.apply_chat_template,
+        system_prompt=config.system_prompt,
+        origin=row.origin,
+        tools=[tools[name] for name in offered],
+        media_token_ids=unshown,
+        as_read=reading(vision),
+    )
+    words = prompt_ids
+    if vision is not None:
+        prompt_ids, _ = vision.expand(prompt_ids, [False] * len(prompt_ids), image_refs, row.origin)
+    overlong = len(prompt_ids) > limit
+    if overlong and (config.on_overlong == "error" or (image_refs and config.on_overlong == "truncate")):
+        policies = "drop (one with images is not truncated)" if image_refs else "drop or truncate"
+        raise DataError(
+            _overlong(row, "prompt", len(prompt_ids), image_refs, "data.max_prompt_tokens", limit, policies)
+        )
+    if overlong and config.on_overlong == "drop":
+        return None
+    example = _example(config, row, tokenizer, prompt_ids, is_judged=is_judged)
+    if vision is not None and image_refs:
+        assert example.messages is not None, "images without a chat template"
+        example = replace(
+            example,
+            messages=as_written(example.messages, given),
+            prompt=tokenizer.decode(words),
+            image_refs=image_refs,
+            position_ids=vision.position_ids(torch.tensor(prompt_ids), image_refs),
+        )
+    return replace(example, tools=offered) if tools else example, overlong
 
 
 def _example(

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import pickle
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -299,6 +300,18 @@ def test_rows_with_marks_of_the_models_own_processor_are_what_it_makes_of_them(f
     )
     with pytest.raises(DataError, match=rf"has 1 times '.*' for 0 images, so a {advice}"):
         learn_row(tmp_path, tokenizer, model.config, talk([{"type": "text", "text": MARKED[family][0][0]}]), [])
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_other_processes_can_be_given_what_shows_images(family, tmp_path):
+    model, tokenizer, _ = prepare_marked(family, tmp_path)
+    vision = Vision.load(tmp_path, tokenizer)
+    other = pickle.loads(pickle.dumps(vision))
+    image = vision.open(Image.new("RGB", (40, 30)), tmp_path, "an image")
+    tokens = [tokenizer.convert_tokens_to_ids("5"), model.config.image_token_id]
+    found = other.expand(tokens, [True, False], [image], "a row")
+    assert found == vision.expand(tokens, [True, False], [image], "a row")
+    assert len(found[0]) > image.num_tokens > 1
 
 
 @pytest.mark.parametrize("template", [LLAVA_1_5, LLAVA_1_6_MISTRAL], ids=["llava-1.5", "llava-1.6"])

@@ -1,0 +1,183 @@
+"""Applies a function to the rows of data files, with the help of other processes where one alone would take long."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.console import warn
+from shardwise.data.sources import Row
+from shardwise.processes import variables_of_its_own
+
+T = TypeVar("T")
+
+MAX_WORKERS = 32
+"""The most processes where their number is not set: this one can take what so many return."""
+MEASURED_SECONDS = 1.0
+"""This process works so long before it says how long the rest will take."""
+WORTH_SECONDS = 10.0
+"""Processes are started where the rest would take this one longer: they need some seconds to start."""
+CHUNK_ROWS = 64
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_GREETING = -1
+"""In place of the number of a chunk: the process has yet to say that it is there."""
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+def nothing() -> None:
+    """What happens at every row unless a caller says more."""
+
+
+def map_rows(
+    function: Callable[[Row], T],
+    rows: Sequence[Row],
+    *,
+    num_workers: int | None,
+    on_row: Callable[[], object] = nothing,
+) -> Iterator[T]:
+    """Yields `function(row)` for every row, in their order.
+
+    This process begins. Once it knows that the rest will take it long it starts others, and goes on until they are
+    there. Rows that they do not return, because the function raises or they are killed, it does itself, so that the
+    first row that fails raises here, as it would without them.
+
+    Args:
+        function: its result depends on the row alone. Others call a pickled copy; one that cannot be pickled is called
+            here alone.
+        num_workers: the most processes to start; None: one for every core that this process may use, but none for one.
+        on_row: called before each row.
+    """
+    if num_workers is None:
+        num_cores = len(os.sched_getaffinity(0))
+        num_workers = min(num_cores, MAX_WORKERS) if num_cores > 1 else 0
+    processes: _RowProcesses | None = None
+    seconds = 0.0
+    try:
+        for index, row in enumerate(rows):
+            if processes is not None and processes.are_there():
+                yield from processes.map(function, rows[index:], on_row)
+                return
+            on_row()
+            began = time.perf_counter()
+            outcome = function(row)
+            seconds += time.perf_counter() - began
+            yield outcome
+            seconds_left = seconds / (index + 1) * (len(rows) - index - 1)
+            if num_workers and seconds > MEASURED_SECONDS and seconds_left > WORTH_SECONDS:
+                # One that cannot be pickled belongs to a tokenizer of the user's own, and may raise any of these.
+                with suppress(pickle.PicklingError, AttributeError, TypeError):
+                    processes = _RowProcesses(pickle.dumps(function), num_workers)
+                num_workers = 0
+    finally:
+        if processes is not None:
+            processes.close()
+
+
+class _RowProcesses:
+    """Processes that apply one function to rows, and end when this one does."""
+
+    def __init__(self, function: bytes, num_workers: int) -> None:
+        """Begins to start them.
+
+        Args:
+            function: pickled.
+        """
+        pipes = [Pipe() for _ in range(num_workers)]
+        self._idle: list[Connection] = []
+        self._working = {ours: _GREETING for ours, _ in pipes}
+        """Connection to a process -> the number of the chunk that it works on."""
+        self._answers: dict[int, dict[int, Any]] = {}
+        """Number of a chunk -> the outcome for each of its rows, by place; without those whose function raised."""
+        self._has_lost = False
+        lifeline_read, self._lifeline_fd = os.pipe()
+        passed = [lifeline_read, *(theirs.fileno() for _, theirs in pipes)]
+        try:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "shardwise.data.row_server", os.getcwd(), *map(str, passed)],
+                cwd=_PACKAGE_ROOT,  # where it finds this package, whatever the working directory is
+                env=variables_of_its_own() | _ONE_THREAD,
+                pass_fds=passed,
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+            )
+        finally:
+            os.close(lifeline_read)
+            for _, theirs in pipes:
+                theirs.close()
+        assert self._server.stdin is not None
+        with suppress(BrokenPipeError), self._server.stdin as stdin:  # its end shows on the connections too
+            stdin.write(function)
+
+    def are_there(self) -> bool:
+        """Returns whether one of them can be given rows."""
+        self._receive(timeout=0.0)
+        return bool(self._idle)
+
+    def map(self, function: Callable[[Row], T], rows: Sequence[Row], on_row: Callable[[], object]) -> Iterator[T]:
+        """Yields `function(row)` for every row, in their order."""
+        chunks = [rows[begin : begin + CHUNK_ROWS] for begin in range(0, len(rows), CHUNK_ROWS)]
+        waiting = deque(enumerate(chunks))
+        for number, chunk in enumerate(chunks):
+            self._receive(timeout=0.0)
+            self._send(waiting)
+            while number in self._working.values():
+                self._receive(timeout=None)
+                self._send(waiting)
+            if waiting and waiting[0][0] == number:  # nobody is there to take it
+                waiting.popleft()
+            outcomes = self._answers.pop(number, {})
+            for place, row in enumerate(chunk):
+                on_row()
+                yield outcomes[place] if place in outcomes else function(row)
+
+    def close(self) -> None:
+        """Ends them."""
+        os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait()
+        os.close(self._lifeline_fd)
+        for connection in (*self._idle, *self._working):
+            connection.close()
+
+    def _send(self, waiting: deque[tuple[int, Sequence[Row]]]) -> None:
+        """Gives every process that has nothing to do the next chunk."""
+        while self._idle and waiting:
+            connection, (number, chunk) = self._idle.pop(), waiting.popleft()
+            try:
+                connection.send_bytes(pickle.dumps(chunk))
+            except OSError:
+                self._lose(connection)
+            else:
+                self._working[connection] = number
+
+    def _receive(self, timeout: float | None) -> None:
+        """Takes what the processes have returned; waits for it for at most `timeout` seconds, None: until it comes."""
+        for connection in wait(list(self._working), timeout):
+            assert isinstance(connection, Connection)
+            number = self._working.pop(connection)
+            try:
+                answer = connection.recv_bytes()
+            except (EOFError, OSError):
+                self._lose(connection)
+                continue
+            if number != _GREETING:
+                self._answers[number] = pickle.loads(answer)
+            self._idle.append(connection)
+
+    def _lose(self, connection: Connection) -> None:
+        connection.close()
+        if not self._has_lost:
+            warn(
+                "a process that turns rows into tokens has ended (out of memory?); the others and this one go on; "
+                "data.preprocessing_num_workers sets how many there are"
+            )
+        self._has_lost = True

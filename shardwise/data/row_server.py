@@ -1,0 +1,73 @@
+"""The main program of processes that apply a function to rows: takes the function once, then forks one for every
+connection. A fork costs milliseconds, and shares the function's memory, such as a tokenizer's vocabulary.
+
+    (nothing)                    ->  b"", once, when the process is there
+    a pickled list of rows       ->  the outcomes by place, pickled, without those of rows whose function raised
+"""
+
+import copyreg
+import gc
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.processes import end_group_with
+
+
+def main(folder: str, lifeline_fd: int, connection_fds: Sequence[int]) -> None:
+    """Serves the connections until they end.
+
+    Consumes: the pickled function on standard input, rows on the connections. Waits for: the end of all connections.
+    Unblocked by: the parent closing the lifeline, or its death, which end the process group.
+
+    Args:
+        folder: where paths in rows begin.
+        lifeline_fd: a pipe that nobody writes to, which ends when the parent does.
+    """
+    end_group_with(lifeline_fd)
+    function = pickle.load(sys.stdin.buffer)
+    os.chdir(folder)
+    gc.freeze()  # the collector would write to, and so copy, all memory that is shared
+    for own_fd in connection_fds:
+        if os.fork() == 0:
+            for fd in connection_fds:
+                if fd != own_fd:
+                    os.close(fd)
+            return _serve(function, Connection(own_fd))
+    for fd in connection_fds:
+        os.close(fd)
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            os.wait()
+
+
+def _serve(function: Callable[[Any], object], connection: Connection) -> None:
+    connection.send_bytes(b"")
+    with suppress(EOFError):  # the parent has no more rows
+        while True:
+            outcomes = {}
+            for place, row in enumerate(pickle.loads(connection.recv_bytes())):
+                with suppress(Exception):  # the parent calls it again, for the error
+                    outcomes[place] = function(row)
+            connection.send_bytes(_dump_outcomes(outcomes))
+
+
+def _dump_outcomes(outcomes: dict[int, Any]) -> bytes:
+    """Pickles tensors as arrays: torch's own way writes a file for each."""
+    written = io.BytesIO()
+    pickler = pickle.Pickler(written, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table | {Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),))}
+    pickler.dump(outcomes)
+    return written.getvalue()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), [int(fd) for fd in sys.argv[3:]])

@@ -1,0 +1,228 @@
+"""Rows that several processes turn into tokens are those that one makes of them, whatever happens to the processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from vision_folders import vision_folder
+
+from shardwise.config import DataError, ModelConfig, PreferenceDataConfig, PromptDataConfig, SupervisedDataConfig
+from shardwise.data import Vision, load_tokenizer, row_processes
+from shardwise.data.preference import labelled_samples, preference_pairs
+from shardwise.data.row_processes import CHUNK_ROWS, _RowProcesses, map_rows
+from shardwise.data.rows import prompt_examples, supervised_samples
+from shardwise.data.sources import Row
+
+ROOT = Path(__file__).parents[2]
+ROWS = [Row({"number": number}, f"row {number}", "rows") for number in range(3 * CHUNK_ROWS + 7)]
+MARK = "SHARDWISE_ROW_PROCESSES"
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Processes are started behind the first row and waited for; they find the functions of this file."""
+    monkeypatch.setattr(row_processes, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(row_processes, "WORTH_SECONDS", -1.0)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "data"))))
+    there = _RowProcesses.are_there
+
+    def wait_until_there(self):
+        if self._working:
+            self._receive(timeout=120)
+        return there(self)
+
+    monkeypatch.setattr(_RowProcesses, "are_there", wait_until_there)
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a process is started")
+
+    monkeypatch.setattr(row_processes.subprocess, "Popen", refuse)
+
+
+def doubled(row):
+    time.sleep(0.001)  # so that none of them could do all
+    return 2 * row.values["number"], os.getpid()
+
+
+def test_every_row_is_done_once_and_in_order_by_others(at_once):
+    heard = []
+    found = list(map_rows(doubled, ROWS, num_workers=2, on_row=lambda: heard.append(len(heard))))
+    assert [number for number, _ in found] == [2 * number for number in range(len(ROWS))]
+    assert len(heard) == len(ROWS)
+    assert [pid == os.getpid() for _, pid in found] == [True] + [False] * (len(ROWS) - 1)
+    assert len({pid for _, pid in found}) == 3
+
+
+def refusing(row, refused):
+    if row.values["number"] == refused:
+        raise DataError(f"{row.origin}: not this one")
+    return row.values["number"]
+
+
+def test_the_first_row_that_cannot_be_used_raises_behind_those_before_it(at_once):
+    heard = []
+    with pytest.raises(DataError, match="row 150: not this one"):
+        list(map_rows(partial(refusing, refused=150), ROWS, num_workers=2, on_row=lambda: heard.append(None)))
+    assert len(heard) == 151
+
+
+def dying(row, parent, victims):
+    if os.getpid() != parent and row.values["number"] in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return row.values["number"]
+
+
+@pytest.mark.parametrize(
+    "victims", [pytest.param([100], id="one"), pytest.param([20, 100, 170], id="all", marks=pytest.mark.full)]
+)
+def test_rows_of_a_process_that_is_killed_are_done_here(at_once, capsys, victims):
+    function = partial(dying, parent=os.getpid(), victims=victims)
+    assert list(map_rows(function, ROWS, num_workers=2)) == list(range(len(ROWS)))
+    warning = "a process that turns rows into tokens has ended (out of memory?)"
+    assert capsys.readouterr().err.count(warning) == 1
+
+
+def test_processes_that_cannot_start_are_done_without(at_once, monkeypatch, capsys):
+    monkeypatch.setattr(row_processes.sys, "executable", "/bin/false")
+    assert [number for number, _ in map_rows(doubled, ROWS, num_workers=2)] == [2 * n for n in range(len(ROWS))]
+    assert "the others and this one go on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_workers", [0, None])
+def test_none_are_started_where_none_are_wanted_or_there_is_one_core(at_once, no_process, monkeypatch, num_workers):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert len(list(map_rows(doubled, ROWS, num_workers=num_workers))) == len(ROWS)
+
+
+def test_none_are_started_for_what_takes_a_moment(no_process):
+    numbers = list(map_rows(partial(refusing, refused=None), ROWS * 100, num_workers=2))
+    assert numbers == list(range(len(ROWS))) * 100
+
+
+def test_a_function_that_cannot_be_pickled_is_called_here(at_once, no_process):
+    assert list(map_rows(lambda row: row.origin, ROWS, num_workers=2)) == [row.origin for row in ROWS]
+
+
+def slow(row):
+    time.sleep(0.05)
+    return row
+
+
+SLOW_RUN = """
+from shardwise.data import row_processes
+from test_row_processes import ROWS, slow
+row_processes.MEASURED_SECONDS, row_processes.WORTH_SECONDS = 0.0, -1.0
+for _ in row_processes.map_rows(slow, ROWS * 1000, num_workers=3):
+    pass
+"""
+
+
+@pytest.mark.parametrize("moment", ["working", pytest.param("starting", marks=pytest.mark.full)])
+def test_they_end_with_a_process_that_is_killed(at_once, tmp_path, moment):
+    def children():
+        wanted = f"{MARK}={tmp_path}\0".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (folder / "cmdline").read_bytes()
+                if b"shardwise.data.row_server" in command and wanted in (folder / "environ").read_bytes():
+                    found.append(folder.name)
+            except OSError:  # ended meanwhile
+                continue
+        return found
+
+    def wait_for(condition):
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    run = subprocess.Popen([sys.executable, "-c", SLOW_RUN], env=os.environ | {MARK: str(tmp_path)})
+    try:
+        wait_for(lambda: len(children()) >= {"starting": 1, "working": 4}[moment])
+    finally:
+        run.kill()
+        run.wait()
+    wait_for(lambda: not children())
+
+
+def assert_equal(found, expected):
+    """Of dataclasses, lists and dicts with tensors."""
+    assert type(found) is type(expected)
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif hasattr(expected, "__dataclass_fields__"):
+        for field in fields(expected):
+            assert_equal(getattr(found, field.name), getattr(expected, field.name))
+    else:
+        assert found == expected
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """Tokenizer and vision of a Qwen3-VL."""
+    folder = tmp_path_factory.mktemp("model")
+    vision_folder("qwen3_vl", folder)
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    return {"tokenizer": tokenizer, "vision": Vision.load(folder, tokenizer)}
+
+
+def user(number):
+    content = f"<image>{number}+1=" if number % 3 == 0 else f"{number}+1="
+    return {"role": "user", "content": content}
+
+
+KINDS = {
+    "sft": (supervised_samples, SupervisedDataConfig, {"max_sequence_tokens": 15}),
+    "rl": (prompt_examples, PromptDataConfig, {"max_prompt_tokens": 11}),
+    "pairs": (preference_pairs, PreferenceDataConfig, {"max_sequence_tokens": 17}),
+    "kto": (labelled_samples, PreferenceDataConfig, {"max_sequence_tokens": 30}),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["sft", "pairs", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("rl", "kto"))]
+)
+def test_rows_of_every_kind_are_those_that_one_process_reads(at_once, seeing, tmp_path, kind):
+    """With images, answers that are the same, and rows that are dropped, whose numbers move those behind them up."""
+    Image.new("RGB", (16, 8), (20, 90, 200)).save(tmp_path / "0.png")
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for number in range(150):
+            row = {"prompt": [user(number)], "images": ["0.png"] * (number % 3 == 0), "label": number % 2 == 0}
+            row["messages"] = [user(number), {"role": "assistant", "content": str(number + 1) * (1 + number % 5)}]
+            row |= {
+                "response": "1" * (number % 30 + 1),
+                "chosen": str(number) * (1 + number // 130),
+                "rejected": str(number % 100),
+            }
+            file.write(json.dumps(row | {"reward_model": {"ground_truth": {"sum": [number]}}}) + "\n")
+    read, config_class, limits = KINDS[kind]
+
+    def rows(**settings):
+        config = config_class(**limits, on_overlong="drop", **settings)
+        return read(config, [str(tmp_path / "rows.jsonl")], max_rows=None, **seeing)
+
+    found, expected = rows(preprocessing_num_workers=2), rows(preprocessing_num_workers=0)
+    assert found.counts == expected.counts
+    assert 0 < found.counts["num_dropped"] < 150
+    assert_equal(found.rows, expected.rows)
+    assert any(row.image_refs for row in found.rows)
+    assert found.digest() == expected.digest()
