@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -101,22 +102,22 @@ class _RowProcesses:
         lifeline_read, self._lifeline_fd = os.pipe()
         passed = [lifeline_read, *(theirs.fileno() for _, theirs in pipes)]
         try:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "shardwise.data.row_server", os.getcwd(), *map(str, passed)],
-                cwd=_PACKAGE_ROOT,  # where it finds this package, whatever the working directory is
-                env=variables_of_its_own() | _ONE_THREAD,
-                pass_fds=passed,
-                start_new_session=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-            )
+            with tempfile.TemporaryFile() as setup:  # a pipe would hold this process up until the other has started
+                setup.write(function)
+                setup.seek(0)
+                self._server = subprocess.Popen(
+                    [sys.executable, "-m", "shardwise.data.row_server", os.getcwd(), *map(str, passed)],
+                    cwd=_PACKAGE_ROOT,  # where it finds this package, whatever the working directory is
+                    env=variables_of_its_own() | _ONE_THREAD,
+                    pass_fds=passed,
+                    start_new_session=True,
+                    stdin=setup,
+                    stdout=subprocess.DEVNULL,
+                )
         finally:
             os.close(lifeline_read)
             for _, theirs in pipes:
                 theirs.close()
-        assert self._server.stdin is not None
-        with suppress(BrokenPipeError), self._server.stdin as stdin:  # its end shows on the connections too
-            stdin.write(function)
 
     def are_there(self) -> bool:
         """Returns whether one of them can be given rows."""

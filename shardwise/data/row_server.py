@@ -50,8 +50,8 @@ def main(folder: str, lifeline_fd: int, connection_fds: Sequence[int]) -> None:
 
 
 def _serve(function: Callable[[Any], object], connection: Connection) -> None:
-    connection.send_bytes(b"")
-    with suppress(EOFError):  # the parent has no more rows
+    with suppress(EOFError, OSError):  # the parent is gone
+        connection.send_bytes(b"")
         while True:
             outcomes = {}
             for place, row in enumerate(pickle.loads(connection.recv_bytes())):
