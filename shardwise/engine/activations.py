@@ -20,13 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import ConfigError, EngineConfig
 
+_VARLEN = torch.ops.torch_attn._varlen_attn.default
 ATTENTION_OPS = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.torch_attn._varlen_attn.default,
+        _VARLEN,
     }
 )
 MATMUL_OPS = frozenset(
@@ -107,7 +108,7 @@ class _Keeps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in self._operations or not torch.is_grad_enabled():
+        if func not in self._operations or not _is_differentiated(func, args):
             for tensor in _changed_in_place(func, args, kwargs):
                 self._copy_if_kept(tensor)
             return func(*args, **kwargs)
@@ -146,12 +147,18 @@ class _GivesBack(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self._operations or not torch.is_grad_enabled():
+        if func not in self._operations or not _is_differentiated(func, args):
             return func(*args, **(kwargs or {}))
         assert self._place < len(self._results), f"{func} was not called in the forward pass"
         kept, self._results[self._place] = self._results[self._place], None
         self._place += 1
         return func(*args, **(kwargs or {})) if kept is None else kept
+
+
+def _is_differentiated(func: Any, args: Any) -> bool:
+    """Whether an operation has a backward. Those whose backward is written in Python run without gradients, as in the
+    forward of any autograd.Function; what they are given says whether some are wanted."""
+    return any(tensor.requires_grad for tensor in _tensors(args)) if func is _VARLEN else torch.is_grad_enabled()
 
 
 def _changed_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -146,4 +146,8 @@ def take_device(local_rank: int) -> torch.device:
     torch.accelerator.set_device_index(local_rank)
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
+    if accelerator.type == "cuda":
+        # torch prefers cuDNN's attention, which plans half a second for every new shape, and lengths are new all the
+        # time: https://github.com/modelscope/FunASR/issues/3704.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device(accelerator.type, local_rank)

@@ -124,7 +124,7 @@ class KVCache:
     def begin_decode(self, positions: Tensor, *, span: int) -> None:
         """Makes the next forward pass append one token to rows 0 .. B - 1, at `positions` [B], all below `span`."""
         self._prefill = None
-        # On a CPU every key costs time; on a GPU every new shape does, because cuDNN's attention plans anew for each.
+        # On a CPU every key costs time; on a GPU every new shape does, for which a compiled step is made anew.
         step = 1 if self._device.type == "cpu" else _SPAN_STEP
         self._span = min(-(-span // step) * step, self._capacity_tokens)
         self._positions, self._masks = positions, {}
@@ -211,12 +211,13 @@ class KVCache:
         self._layers_seen.append(layer)
         chosen = None if choice is None else choice.once(self._chosen_keys)
         assert chosen is None or window is chunk is None, "no family has both"
-        fits = VARLEN_READS_CACHES and chunk is None and softcap is None and choice is None
+        fits = chunk is None and softcap is None and choice is None
         is_varlen = fits and varlen_problem(query, value.shape[-1]) is None
+        reads_varlen = is_varlen and VARLEN_READS_CACHES
         kernels = self._kernels if choice is None else None
         # Our kernels read only what was written. Others may read beyond it, and a mask does not keep that out: NaN
         # times a weight of 0 is NaN.
-        keys, values = self._storage(layer, key, value, heads_inside=is_varlen, is_zeroed=kernels is None)
+        keys, values = self._storage(layer, key, value, heads_inside=reads_varlen, is_zeroed=kernels is None)
         options: dict[str, Any] = {"scaling": scaling, "window": window, "chunk": chunk, "softcap": softcap}
         if self._prefill is not None:
             # Right padding lands beyond a prompt's end, where decode steps overwrite it before they read it.
@@ -237,7 +238,7 @@ class KVCache:
         keys[self._rows, :, self._positions] = key[:, :, 0]
         values[self._rows, :, self._positions] = value[:, :, 0]
         keys, values = keys[: len(key)], values[: len(key)]
-        if is_varlen:
+        if reads_varlen:
             return varlen_decode_attention(
                 query,
                 keys,

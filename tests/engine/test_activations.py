@@ -1,26 +1,36 @@
 import gc
 import itertools
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from family_table import FAMILIES, save_model
+from stand_in_kernels import flash_backward_over_packs, varlen_over_packs
 from tiny_models import random_samples, tiny_folder, tiny_model
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
 
 from shardwise.config import ConfigError, EngineConfig, OptimizerConfig
 from shardwise.data.packing import pack
 from shardwise.engine import TrainEngine, activations
-from shardwise.engine.activations import ATTENTION_OPS, MATMUL_OPS, _GivesBack, _Keeps, checkpoint_layers
+from shardwise.engine.activations import (
+    ATTENTION_OPS,
+    MATMUL_OPS,
+    _GivesBack,
+    _keep_by_operation,
+    _Keeps,
+    checkpoint_layers,
+)
 from shardwise.engine.attention import PACKED_ATTENTION, AttentionBackend, PackedCall, register_packed_attention
 from shardwise.engine.compile import compile_layers
-from shardwise.ops import PackedLayout, plain_name
+from shardwise.ops import PackedLayout, plain_name, varlen_attention
 from shardwise.recipes.losses import sft_loss
 
 CPU = torch.device("cpu")
@@ -149,6 +159,60 @@ def test_selective_computes_attention_once_and_half_of_the_matrix_products_again
     matmuls, attention = found["none"]
     assert found["full"] == (matmuls + 6 * NUM_LAYERS, attention + 2 * NUM_LAYERS)
     assert found["selective"] == (matmuls + 3 * NUM_LAYERS, attention)
+
+
+@pytest.fixture
+def varlen_on_cpu():
+    """torch's variable-length attention with loops in place of the kernels that it calls, and all else its own."""
+
+    def forward(query, key, value, *given, scale, window_size_left, window_size_right, **_):
+        out, lse = varlen_over_packs(
+            *(query, key, value, *given[:4]),
+            scale=scale,
+            window_size=(window_size_left, window_size_right),
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=True,
+        )
+        return out, lse, torch.zeros(2, dtype=torch.uint64), query.new_zeros(0), query.new_zeros(0)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", flash_backward_over_packs, "CPU")
+        yield
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+def test_selective_computes_variable_length_attention_once(varlen_on_cpu, has_sinks):
+    """Its backward is written in Python, so that its kernel runs without gradients, unlike those of torch's own
+    operations."""
+    torch.manual_seed(0)
+    layout = PackedLayout.from_cu_seqlens(torch.tensor([0, 5, 8], dtype=torch.int32), device=CPU)
+    states = torch.randn(8, 6, requires_grad=True)
+    weights = [torch.randn(heads * 4, 6, requires_grad=True) for heads in (4, 2, 2)]
+    sinks = torch.randn(4, requires_grad=True) if has_sinks else None
+
+    def layer(states):
+        heads = [(states @ weight.T).unflatten(-1, (-1, 4)).transpose(0, 1) for weight in weights]
+        return varlen_attention(*heads, layout, scaling=0.5, window=None, softcap=None, sinks=sinks).tanh()
+
+    ways = {
+        "none": layer,
+        "full": partial(checkpoint, layer, use_reentrant=False),
+        "selective": partial(
+            checkpoint, layer, use_reentrant=False, context_fn=partial(_keep_by_operation, ATTENTION_OPS | MATMUL_OPS)
+        ),
+    }
+    wanted = [states, *weights, *([] if sinks is None else [sinks])]
+    calls, found = {}, {}
+    for name, way in ways.items():
+        with Operations() as operations:
+            found[name] = torch.autograd.grad(way(states).sum(), wanted)
+        calls[name] = operations.counts[torch.ops.torch_attn._varlen_attn.default]
+    assert calls == {"none": 1, "full": 2, "selective": 1}
+    for name in ("full", "selective"):
+        for one, other in zip(found[name], found["none"], strict=True):
+            assert torch.equal(one, other)
+            assert other.any()
 
 
 def bytes_kept(model):

@@ -181,6 +181,7 @@ def test_no_group_waits_longer_for_a_rank_than_the_whole_job(run_ranks, sizes, n
 
 
 def test_take_device_is_the_accelerator_of_that_number_made_current_or_the_cpu(monkeypatch):
+    """A GPU of NVIDIA's does without the attention that plans anew for every shape."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert take_device(3) == torch.device("cpu")
     current = []
@@ -190,5 +191,12 @@ def test_take_device_is_the_accelerator_of_that_number_made_current_or_the_cpu(m
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     assert take_device(3) == torch.device("xpu", 3)
     assert current == [3]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    try:
+        assert take_device(2) == torch.device("cuda", 2)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
     with pytest.raises(ConfigError, match="local rank 4 has no accelerator: this machine has 4; start at most 4 ranks"):
         take_device(4)

@@ -8,7 +8,7 @@ from gpu_sampling import differences, generated_by_transformers, requests, token
 from small_gpu_model import allocated, build, train
 
 pytest.importorskip("xxhash")  # which proves weights
-from shardwise.ops import VARLEN_READS_CACHES, attend, release_cached_blocks
+from shardwise.ops import attend, release_cached_blocks
 from shardwise.rollout import EmbeddedEngine
 from shardwise.rollout.kv_cache import KVCache
 from shardwise.transfer import WeightSyncError, sync_local
@@ -115,7 +115,6 @@ def test_a_tensor_that_was_altered_on_the_device_is_named(folder, device, monkey
         engine.generate(requests())
 
 
-@pytest.mark.skipif(not VARLEN_READS_CACHES, reason="this torch cannot tell its kernel how many keys a row has")
 @pytest.mark.parametrize(("kv_heads", "dim"), [(8, 64), (2, 128)])
 def test_prompts_longer_than_the_window_are_read_without_all_their_scores(device, kv_heads, dim):
     num_prompts, length, window = 2, 2048, 32

@@ -178,7 +178,6 @@ def test_decoding_from_the_cache_equals_attention_over_everything_seen(
     assert bool(calls["caches"]) == (VARLEN_READS_CACHES and kernels == "varlen" and softcap is None and chunk is None)
 
 
-@pytest.mark.skipif(not VARLEN_READS_CACHES, reason="this torch cannot tell its kernel how many keys a row has")
 @pytest.mark.parametrize("length", [1, 4, 5, 12])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["-", "sinks"])
