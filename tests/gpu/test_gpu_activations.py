@@ -1,8 +1,12 @@
 """What layers keep between forward and backward, in bytes of the device."""
 
+from collections import Counter
+
+import pytest
 import torch
 from small_gpu_model import VOCAB, allocated, build, loss_of, packed, save_model
 from tiny_models import random_samples
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NUM_LAYERS, HIDDEN, LENGTH, NUM_SEQUENCES = 12, 256, 512, 64
 LAYER_BYTES = 2 * HIDDEN * LENGTH * NUM_SEQUENCES
@@ -30,3 +34,24 @@ def test_offload_takes_the_inputs_of_all_layers_but_two_off_the_peak(tmp_path, d
     assert kept >= NUM_LAYERS * LAYER_BYTES
     print(f"saved {(kept - offloaded) / LAYER_BYTES:.2f} of {NUM_LAYERS} inputs")
     assert NUM_LAYERS - 2 <= (kept - offloaded) / LAYER_BYTES <= NUM_LAYERS
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that are really computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "times"), [("none", 1), ("full", 2), ("selective", 1)])
+def test_variable_length_attention_is_computed_again_by_full_checkpointing_alone(folder, device, kind, times):
+    options = ["param_dtype=bfloat16", "attention_implementation=varlen", f"activation_checkpointing={kind}"]
+    engine = build(folder, device, *options)
+    with Operations() as operations:
+        loss_of(engine, packed(random_samples([300, 64], vocab=VOCAB), max_tokens=512))
+    assert operations.counts[torch.ops.torch_attn._varlen_attn.default] == 4 * times
