@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from shardwise import __version__
 from shardwise.config import RECIPES, TrainerConfig
@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in RECIPES:
         _add_recipe(commands.add_parser(name, help=_HELP[name], description=f"{name}: {_HELP[name]}"), name)
     for name, (add, text) in _COMMANDS.items():
-        add(commands.add_parser(name, help=text))
+        add(commands.add_parser(name, help=text, description=f"{name}: {text}"))
     options, rest = parser.parse_known_args(arguments)
     strange = [text for text in rest if text.startswith("-") or "=" not in text or options.command not in RECIPES]
     if strange:
@@ -49,9 +49,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+class _OneConfig(argparse.Action):
+    """Refuses a second config, which would silently take the place of the first."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"-c {values}: there is a config already; give one file, and the other's keys as key=value")
+        setattr(namespace, self.dest, values)
+
+
 def _add_recipe(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument(
-        "-c", "--config", type=_path, help="YAML file; without it every key comes from overrides and defaults"
+        "-c",
+        "--config",
+        type=_path,
+        action=_OneConfig,
+        help="YAML file; without it every key comes from overrides and defaults (docs/config.md lists all keys)",
     )
     command.add_argument("overrides", nargs="*", metavar="key=value", help=f"e.g. {EXAMPLE_OVERRIDE}")
     _add_nproc(command, default=1)

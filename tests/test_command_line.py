@@ -53,6 +53,26 @@ def test_what_is_no_option_and_no_override_is_refused(rest, capsys):
     assert told.startswith("usage: shardwise sft [-h] [-c CONFIG]")
 
 
+def test_a_second_config_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse(["sft", "-c", "a.yaml", "trainer.total_steps=2", "--config=b.yaml"])
+    assert "-c b.yaml: there is a config already; give one file, and the other's keys as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "export", "import-checkpoint", "parity", "replay", "schema", "quickstart"]
+)
+def test_the_help_of_a_command_says_what_it_does(command, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    listed = " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        parse([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split()).partition(f" {command}: ")[2]
+    assert len(said) > 20
+    assert f"{command} {said[:20]}" in listed
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_example_of_an_override_is_one_of_the_command(recipe, capsys):
     with pytest.raises(SystemExit):

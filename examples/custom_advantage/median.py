@@ -1,6 +1,7 @@
 """An advantage of one's own: reward minus the median of the group, which one lucky sample does not move.
 
-shardwise rl -c examples/gsm8k_grpo.yaml algorithm.advantage=examples/custom_advantage/median.py:above_median
+shardwise rl -c examples/gsm8k_grpo.yaml algorithm.advantage=examples/custom_advantage/median.py:above_median \\
+    trainer.output_dir=runs/median
 """
 
 import torch

@@ -1,7 +1,8 @@
 """An environment of one's own: a wrong answer may be tried again, for less of a reward.
 
 shardwise rl -c examples/gsm8k_grpo.yaml "reward.functions={type: environment}" \\
-    rollout.environment=examples/custom_environment/second_chance.py:SecondChance
+    rollout.environment=examples/custom_environment/second_chance.py:SecondChance \\
+    trainer.output_dir=runs/second_chance
 """
 
 from shardwise.rewards import number_match

@@ -1,6 +1,7 @@
 """A reward of one's own: the right number scores 1, and a short way to it up to 0.2 more.
 
-    shardwise rl -c examples/gsm8k_grpo.yaml reward.functions=examples/custom_reward/brevity.py:right_and_brief
+    shardwise rl -c examples/gsm8k_grpo.yaml reward.functions=examples/custom_reward/brevity.py:right_and_brief \\
+        trainer.output_dir=runs/brevity
 
 Beside another reward, with a weight and a parameter:
 

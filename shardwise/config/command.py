@@ -20,6 +20,9 @@ from shardwise.config.reward import RewardConfig
 from shardwise.config.rollout import SamplingConfig
 from shardwise.config.trainer import TrainerConfig
 
+AS_ENGINE = ("reference.", "critic.engine.", "teacher.engine.", "teachers.engine.")
+"""How keys begin whose defaults are the values of the same keys of `engine`; `critic.engine.lora` has its own."""
+
 
 class CommandConfig(Config):
     """The config of a command that runs on ranks."""

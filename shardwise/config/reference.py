@@ -12,6 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from shardwise.config.base import Config, groups_of, tag_of
+from shardwise.config.command import AS_ENGINE
 
 
 def describe(cls: type[Config]) -> None:
@@ -122,7 +123,12 @@ def _rows(cls: type[Config], prefix: str) -> list[str]:
 def _field_rows(name: str, field: FieldInfo, prefix: str) -> list[str]:
     rows, path, groups = [], f"{prefix}{name}", groups_of(field.annotation)
     if groups != [field.annotation]:  # an optional group, a list of groups and a choice of groups are values too
-        rows.append(f"| `{path}` | {_default(field)} | {_one_line(field.description or '')} |")
+        followed = next((name for name in AS_ENGINE if path.startswith(name)), None)
+        if followed is None or path.startswith("critic.engine.lora"):
+            default = _default(field)
+        else:
+            default = f"as `engine.{path.removeprefix(followed)}`"
+        rows.append(f"| `{path}` | {default} | {_one_line(field.description or '')} |")
     for group in groups:
         tag = tag_of(group) if len(groups) > 1 else None
         if tag is None:

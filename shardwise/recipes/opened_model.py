@@ -40,7 +40,8 @@ class Context:
         """Raises ConfigError if sequences of `num_tokens`, in words `said`, are longer than the limit."""
         if self.num_tokens is not None and num_tokens > self.num_tokens:
             raise ConfigError(
-                f"{said} tokens, more than the {self.num_tokens} of the model's context ({self.source}); lower it"
+                f"{said} tokens, more than the {self.num_tokens} of the model's context ({self.source}); lower it, "
+                "or extend the context in config.json where the model's card says how (rope_parameters of type yarn)"
             )
 
 

@@ -23,6 +23,7 @@ from shardwise.config import (
     longest_sequence,
     parts_of,
 )
+from shardwise.console import warn
 from shardwise.controller.restarts import torchrun_restarts_allowed
 from shardwise.data import (
     Row,
@@ -172,6 +173,8 @@ def _check_model(key: str, model: ModelConfig) -> Path | None:
     except HFValidationError:
         is_local = True
     if not is_local:
+        if Path(model.path).parent.name and Path(model.path).parent.is_dir():
+            warn(f"{key}.path={model.path} is no folder here, so it is taken for the name of a model on the hub")
         return None
     try:
         folder = resolve_folder(latest_hf_folder(model.path), may_download=False)

@@ -1,9 +1,12 @@
 """From nothing to a policy improved by reinforcement learning, in minutes, offline: the real recipes on a toy task."""
 
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import which
 
 import torch
 
@@ -74,9 +77,10 @@ def quickstart(output_dir: Path, group: WorkerGroup, *, seed: int) -> None:
         ["policy", "accuracy"],
         [[name, f"{value:.1%}"] for name, value in accuracy.items()],
     )
-    print(f'Talk to it:   shardwise generate {output_dir} --prompt "33+44="')
+    bin_folder = "" if which("shardwise") else f"{os.path.relpath(Path(sys.executable).parent)}/"
+    print(f'Talk to it:   {bin_folder}shardwise generate {output_dir} --prompt "33+44="')
     print("              An answer such as 07 77 is the sum of the ones, which helps to carry, and then the sum.")
-    print(f"Look at it:   tensorboard --logdir {output_dir}")
+    print(f"Look at it:   {bin_folder}tensorboard --logdir {output_dir}")
 
 
 @contextmanager

@@ -70,4 +70,7 @@ def test_a_command_that_a_reader_is_told_to_type_is_valid(example, overrides):
 def test_commands_are_found_with_their_overrides():
     found = list(commands())
     assert {example for example, _ in found} == set(CLASSES)
-    assert ("gsm8k_dapo.yaml", ("algorithm.advantage=rloo", "algorithm.policy_loss=gspo")) in found
+    assert (
+        "preference_dpo.yaml",
+        ("loss=kto", "data.train_files=labelled.jsonl", "trainer.output_dir=runs/kto"),
+    ) in found

@@ -112,6 +112,26 @@ def expected_rows(cls, prefix=""):
             yield from (row for row in expected_rows(group, f"{path}.") if tag is None or row[0] != f"{path}.{tag[0]}")
 
 
+WHOSE = {
+    "engine": None,
+    "reference": "engine",
+    "critic.engine": "engine",
+    "teachers.engine": "engine",
+    "reward.functions.engine": None,
+}
+
+
+@pytest.mark.parametrize(("engine", "other"), WHOSE.items())
+def test_layouts_that_follow_the_main_one_say_so(engine, other):
+    default = "`float32`" if other is None else f"as `{other}.param_dtype`"
+    rows = [row for row in markdown(RLConfig, title="rl").splitlines() if row.startswith(f"| `{engine}.param_dtype` |")]
+    assert [row.split(" | ")[1].partition(" of ")[0] for row in rows] == [default]
+
+
+def test_a_critic_has_no_adapters_unless_it_is_given_some():
+    assert "| `critic.engine.lora` | `null` |" in markdown(RLConfig, title="rl")
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_value_has_a_row_and_a_meaning(name):
     """So have groups that may be absent, lists of groups, and every choice of a union with the keys of its own."""

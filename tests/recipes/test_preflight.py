@@ -296,6 +296,15 @@ def test_a_path_that_is_no_folder_is_told_and_a_name_of_the_hub_is_not_looked_up
         check(path)
 
 
+def test_a_name_of_the_hub_that_begins_like_a_folder_here_is_told(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for path in ("org/name", "runs/nmae"):
+        check_inputs(SFTConfig.parse({"model": {"path": path}, "data": data}, origin="test"))
+    told = "model.path=runs/nmae is no folder here, so it is taken for the name of a model on the hub"
+    assert [line for line in capsys.readouterr().err.splitlines() if "hub" in line] == [f"warning: {told}"]
+
+
 def test_a_family_that_transformers_lacks_is_told(data, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "auto_map": {"AutoConfig": "own.Config"}}')
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
