@@ -83,7 +83,7 @@ class RunLog:
         """Writes one line to each file; names sorted, a value that is not finite as null. Nothing for an empty dict.
 
         Args:
-            step: optimizer steps done.
+            step: steps done; in reinforcement learning one has several optimizer steps.
             metrics: only values that the same seed reproduces.
             performance: everything that depends on the machine: seconds, rates, bytes.
         Raises:
