@@ -237,11 +237,14 @@ def turn_end_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     Returns:
         None where there is no such token, or no chat template that takes a user's message and an answer.
     """
-    return None if tokenizer.chat_template is None else _turn_end_id(tokenizer, str(tokenizer.chat_template))
+    if tokenizer.chat_template is None:
+        return None
+    return _turn_end_id(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token_id, len(tokenizer))
 
 
 @lru_cache(maxsize=8)
-def _turn_end_id(tokenizer: "PreTrainedTokenizerBase", _template: str) -> int | None:
+def _turn_end_id(tokenizer: "PreTrainedTokenizerBase", _template: str, _eos_token_id: int, _size: int) -> int | None:
+    """Of the tokenizer as it is: with this template, end-of-sequence token and number of tokens."""
     question = {"role": "user", "content": _ANY_PROMPT}
     messages = [question, {"role": "assistant", "content": _ANY_TURN}]
 
@@ -264,9 +267,14 @@ def _enders(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
     return _special_tokens(tokenizer).keys() - {tokenizer.bos_token_id}
 
 
-@lru_cache(maxsize=8)
 def _special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """Id -> text. Asking the tokenizer takes milliseconds where it has hundreds of them."""
+    """Id -> text."""
+    return _special_tokens_of(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _special_tokens_of(tokenizer: "PreTrainedTokenizerBase", _size: int) -> dict[int, str]:
+    """Asking the tokenizer takes a millisecond where it has hundreds of them, in every turn of every row."""
     return {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 

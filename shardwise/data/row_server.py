@@ -19,25 +19,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.processes import end_group_with
+from shardwise.processes import die_with
 
 
-def main(folder: str, lifeline_fd: int, connection_fds: Sequence[int]) -> None:
-    """Serves the connections until they end.
+def main(folder: str, parent: int, connection_fds: Sequence[int]) -> None:
+    """Serves the connections until they end, or the parent does.
 
     Consumes: the pickled function on standard input, rows on the connections. Waits for: the end of all connections.
-    Unblocked by: the parent closing the lifeline, or its death, which end the process group.
+    Unblocked by: the parent, which kills the process group, or its death. Where the function cannot be loaded, the
+    connections end.
 
     Args:
         folder: where paths in rows begin.
-        lifeline_fd: a pipe that nobody writes to, which ends when the parent does.
+        parent: id of the process that has started this one.
     """
-    end_group_with(lifeline_fd)
-    function = pickle.load(sys.stdin.buffer)
+    die_with(parent)
+    own_id = os.getpid()
+    try:
+        function = pickle.load(sys.stdin.buffer)
+    except Exception:  # it is of a module that this process cannot import
+        return None
     os.chdir(folder)
     gc.freeze()  # the collector would write to, and so copy, all memory that is shared
     for own_fd in connection_fds:
         if os.fork() == 0:
+            die_with(own_id)
             for fd in connection_fds:
                 if fd != own_fd:
                     os.close(fd)

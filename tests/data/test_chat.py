@@ -623,3 +623,11 @@ def test_text_that_follows_text_has_no_space_that_was_not_written():
             tokenizer, response, apply_chat_template=False, last_token_id=3, origin="row", max_chars=99
         )
         assert observed == ids
+
+
+def test_tokens_that_are_added_later_may_end_turns(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<|new|>' }}{% endfor %}"
+    tokenizer.eos_token = "<|end|>"
+    assert turn_end_id(tokenizer) == tokenizer.eos_token_id
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    assert turn_end_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|new|>")

@@ -95,10 +95,49 @@ def test_rows_of_a_process_that_is_killed_are_done_here(at_once, capsys, victims
     assert capsys.readouterr().err.count(warning) == 1
 
 
-def test_processes_that_cannot_start_are_done_without(at_once, monkeypatch, capsys):
-    monkeypatch.setattr(row_processes.sys, "executable", "/bin/false")
+@pytest.mark.parametrize(
+    ("executable", "told"), [("/bin/false", "could not start"), ("/nowhere", "no processes can be started")]
+)
+def test_processes_that_cannot_start_are_done_without(at_once, monkeypatch, capsys, executable, told):
+    monkeypatch.setattr(row_processes.sys, "executable", executable)
+    files = len(os.listdir("/proc/self/fd"))
     assert [number for number, _ in map_rows(doubled, ROWS, num_workers=2)] == [2 * n for n in range(len(ROWS))]
-    assert "the others and this one go on" in capsys.readouterr().err
+    assert capsys.readouterr().err.count(told) == 1
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def stopping(row, parent):
+    if os.getpid() != parent and row.values["number"] == 100:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return row.values["number"]
+
+
+def test_rows_of_a_process_that_hangs_are_done_here_and_it_is_ended(at_once, monkeypatch, capsys):
+    monkeypatch.setattr(row_processes, "PATIENCE_SECONDS", 2.0)
+    function = partial(stopping, parent=os.getpid())
+    assert list(map_rows(function, ROWS, num_workers=2)) == list(range(len(ROWS)))
+    assert capsys.readouterr().err.count("has ended (out of memory?) or hangs") == 1
+
+
+def test_rows_that_cannot_be_pickled_are_done_here(at_once):
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    rows = [*ROWS[:100], Row({"number": 100, "unused": deep}, "row 100", "rows"), *ROWS[101:]]
+    found = list(map_rows(doubled, rows, num_workers=2))
+    assert [number for number, _ in found] == [2 * number for number in range(len(ROWS))]
+    assert len({pid for _, pid in found}) > 1
+
+
+def origin_of(_, row):
+    return row.origin
+
+
+class Unnamed:
+    """As tokenizers raise it of what is no part of a file."""
+
+    def __reduce__(self):
+        raise Exception("Custom PreTokenizer cannot be serialized")
 
 
 @pytest.mark.parametrize("num_workers", [0, None])
@@ -114,6 +153,36 @@ def test_none_are_started_for_what_takes_a_moment(no_process):
 
 def test_a_function_that_cannot_be_pickled_is_called_here(at_once, no_process):
     assert list(map_rows(lambda row: row.origin, ROWS, num_workers=2)) == [row.origin for row in ROWS]
+    function = partial(origin_of, Unnamed())
+    assert list(map_rows(function, ROWS, num_workers=2)) == [row.origin for row in ROWS]
+
+
+@pytest.mark.parametrize(("num_cores", "expected"), [(2, 2), (8, 8), (100, 32)])
+def test_there_is_one_for_every_core_unless_their_number_is_set(at_once, monkeypatch, num_cores, expected):
+    started = []
+
+    def note(_function, num_workers):
+        started.append(num_workers)
+        raise OSError("enough")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setattr(row_processes, "_RowProcesses", note)
+    assert len(list(map_rows(doubled, ROWS, num_workers=None))) == len(ROWS)
+    assert started == [expected]
+
+
+def test_they_are_started_where_the_rest_would_take_long(monkeypatch):
+    """A clock that goes on by a tenth of a second with every row: 1.1 s are measured behind the eleventh."""
+    seconds = iter(n / 10 for half in range(10_000) for n in (half, half + 1))
+    monkeypatch.setattr(row_processes.time, "perf_counter", lambda: next(seconds))
+    started = []
+    monkeypatch.setattr(row_processes, "_start", lambda *_: started.append(len(done)))
+    for num_rows, expected in ((100, []), (120, [11])):
+        done = []
+        started.clear()
+        for number in map_rows(partial(refusing, refused=None), ROWS[:num_rows], num_workers=2):
+            done.append(number)
+        assert started == expected
 
 
 def slow(row):
@@ -201,8 +270,10 @@ KINDS = {
 @pytest.mark.parametrize(
     "kind", ["sft", "pairs", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("rl", "kto"))]
 )
-def test_rows_of_every_kind_are_those_that_one_process_reads(at_once, seeing, tmp_path, kind):
-    """With images, answers that are the same, and rows that are dropped, whose numbers move those behind them up."""
+def test_rows_of_every_kind_are_those_that_one_process_reads(at_once, seeing, tmp_path, kind, monkeypatch):
+    """With images beside the file, whose path is relative, answers that are the same, rows that are cut, and rows that
+    are dropped, whose numbers move those behind them up."""
+    monkeypatch.chdir(tmp_path)
     Image.new("RGB", (16, 8), (20, 90, 200)).save(tmp_path / "0.png")
     with (tmp_path / "rows.jsonl").open("w") as file:
         for number in range(150):
@@ -217,10 +288,15 @@ def test_rows_of_every_kind_are_those_that_one_process_reads(at_once, seeing, tm
     read, config_class, limits = KINDS[kind]
 
     def rows(**settings):
-        config = config_class(**limits, on_overlong="drop", **settings)
-        return read(config, [str(tmp_path / "rows.jsonl")], max_rows=None, **seeing)
+        config = config_class(**limits, **settings)
+        return read(config, ["rows.jsonl"], max_rows=None, **seeing)
 
-    found, expected = rows(preprocessing_num_workers=2), rows(preprocessing_num_workers=0)
+    if kind in ("sft", "kto"):
+        cut, expected = (rows(preprocessing_num_workers=count, on_overlong="truncate") for count in (2, 0))
+        assert cut.counts == expected.counts
+        assert cut.counts["num_truncated"] > 0
+        assert_equal(cut.rows, expected.rows)
+    found, expected = (rows(preprocessing_num_workers=count, on_overlong="drop") for count in (2, 0))
     assert found.counts == expected.counts
     assert 0 < found.counts["num_dropped"] < 150
     assert_equal(found.rows, expected.rows)
