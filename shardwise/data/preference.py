@@ -17,6 +17,7 @@ from shardwise.data.rows import (
     Rendered,
     fit,
     get_prompt,
+    kept,
     loaded_sequences,
     make_sample,
     reading,
@@ -71,8 +72,8 @@ def preference_pairs(
     rows = read_rows(files, max_rows=max_rows)
     read = partial(_pair, config, tokenizer, vision, media_token_ids)
     pairs = list(map_rows(read, rows, num_workers=config.preprocessing_num_workers, on_row=on_row))
-    kept = [pair for pair in pairs if pair.sides]
-    samples = [replace(side, group=group) for group, pair in enumerate(kept) for side in pair.sides]
+    left = [pair for pair in pairs if pair.sides]
+    samples = [replace(side, group=group) for group, pair in enumerate(left) for side in pair.sides]
     num_identical = sum(pair.is_identical for pair in pairs)
     if not samples and num_identical:
         raise DataError(
@@ -82,8 +83,8 @@ def preference_pairs(
         )
     counts = {
         "num_rows": len(rows),
-        "num_dropped": len(rows) - len(kept),
-        "num_truncated": sum(pair.is_truncated for pair in kept),
+        "num_dropped": len(rows) - len(left),
+        "num_truncated": sum(pair.is_truncated for pair in left),
         "num_identical": num_identical,
     }
     return loaded_sequences(config, files, samples, counts)
@@ -114,15 +115,11 @@ def labelled_samples(
     rows = read_rows(files, max_rows=max_rows)
     read = partial(_labelled_sample, config, tokenizer, vision, media_token_ids)
     outcomes = list(map_rows(read, rows, num_workers=config.preprocessing_num_workers, on_row=on_row))
-    kept = [outcome for outcome in outcomes if outcome is not None]
-    samples = [replace(sample, group=group) for group, (sample, _) in enumerate(kept)]
-    counts = {
-        "num_rows": len(rows),
-        "num_dropped": len(rows) - len(kept),
-        "num_truncated": sum(is_truncated for _, is_truncated in kept),
-        "num_desirable": sum(sample.reward > 0 for sample in samples),
-    }
-    return loaded_sequences(config, files, samples, counts)
+    found, counts = kept(outcomes)
+    samples = [replace(sample, group=group) for group, sample in enumerate(found)]
+    return loaded_sequences(
+        config, files, samples, counts | {"num_desirable": sum(sample.reward > 0 for sample in samples)}
+    )
 
 
 def check_pair_row(config: PreferenceDataConfig, row: Row) -> None:

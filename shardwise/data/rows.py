@@ -93,13 +93,8 @@ def supervised_samples(
     rows = read_rows(files, max_rows=max_rows)
     read = partial(_supervised_sample, config, tokenizer, vision, unshown_ids(media_token_ids, vision))
     outcomes = list(map_rows(read, rows, num_workers=config.preprocessing_num_workers, on_row=on_row))
-    kept = [outcome for outcome in outcomes if outcome is not None]
-    counts = {
-        "num_rows": len(rows),
-        "num_dropped": len(rows) - len(kept),
-        "num_truncated": sum(is_truncated for _, is_truncated in kept),
-    }
-    return loaded_sequences(config, files, [sample for sample, _ in kept], counts)
+    samples, counts = kept(outcomes)
+    return loaded_sequences(config, files, samples, counts)
 
 
 def prompt_examples(
@@ -139,14 +134,9 @@ def prompt_examples(
         is_judged=is_judged,
     )
     outcomes = list(map_rows(read, rows, num_workers=config.preprocessing_num_workers, on_row=on_row))
-    kept = [outcome for outcome in outcomes if outcome is not None]
-    counts = {
-        "num_rows": len(rows),
-        "num_dropped": len(rows) - len(kept),
-        "num_truncated": sum(is_truncated for _, is_truncated in kept),
-    }
+    examples, counts = kept(outcomes)
     limit = f"data.max_prompt_tokens={config.max_prompt_tokens}"
-    return _loaded([example for example, _ in kept], counts, files, limit, config.on_overlong)
+    return _loaded(examples, counts, files, limit, config.on_overlong)
 
 
 def check_supervised_row(config: SupervisedDataConfig, row: Row) -> None:
@@ -184,6 +174,21 @@ def fit(
         return None
     cut = [(token_ids[:limit], loss_mask[:limit]) for token_ids, loss_mask in sequences]
     return cut if all(any(loss_mask) for _, loss_mask in cut) else None
+
+
+def kept(outcomes: Sequence[tuple[T, bool] | None]) -> tuple[list[T], dict[str, int]]:
+    """Returns what was kept of rows, and how many there were, as `Loaded.counts` has it.
+
+    Args:
+        outcomes: for every row what it became, and whether it was cut; None where it was dropped.
+    """
+    found = [outcome for outcome in outcomes if outcome is not None]
+    counts = {
+        "num_rows": len(outcomes),
+        "num_dropped": len(outcomes) - len(found),
+        "num_truncated": sum(is_truncated for _, is_truncated in found),
+    }
+    return [row for row, _ in found], counts
 
 
 def loaded_sequences(
