@@ -38,7 +38,7 @@ def main(folder: str, parent: int, connection_fds: Sequence[int]) -> None:
     try:
         function = pickle.load(sys.stdin.buffer)
     except Exception:  # it is of a module that this process cannot import
-        return None
+        return
     os.chdir(folder)
     gc.freeze()  # the collector would write to, and so copy, all memory that is shared
     for own_fd in connection_fds:
@@ -47,7 +47,8 @@ def main(folder: str, parent: int, connection_fds: Sequence[int]) -> None:
             for fd in connection_fds:
                 if fd != own_fd:
                     os.close(fd)
-            return _serve(function, Connection(own_fd))
+            _serve(function, Connection(own_fd))
+            return
     for fd in connection_fds:
         os.close(fd)
     with suppress(ChildProcessError):  # none is left

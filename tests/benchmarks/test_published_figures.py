@@ -30,6 +30,9 @@ ROWS = [
     ("checkpoint", ["verified_cold_load_1", "verified_cold_load_2"]),
     ("weight_sync", ["memcpy", "gloo_broadcast"]),
     ("loading", ["memory:load/dense/4_ranks"]),
+    ("loading", [f"{way}/dense/{ranks}_ranks" for way in ("load", "export") for ranks in (1, 2, 4)]),
+    ("async_speedup", [f"{kind}/max_staleness_1" for kind in ("even", "generation", "ragged")]),
+    ("rewards", [f"{kind}/{count}_workers" for kind in ("without_hangs", "one_percent_hang") for count in (2, 4)]),
 ]
 """Of every line of the table: the stored result, and its ratios in their order."""
 
