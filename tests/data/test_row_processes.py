@@ -112,6 +112,7 @@ def stopping(row, parent):
     return row.values["number"]
 
 
+@pytest.mark.full
 def test_rows_of_a_process_that_hangs_are_done_here_and_it_is_ended(at_once, monkeypatch, capsys):
     monkeypatch.setattr(row_processes, "PATIENCE_SECONDS", 2.0)
     function = partial(stopping, parent=os.getpid())
@@ -119,6 +120,7 @@ def test_rows_of_a_process_that_hangs_are_done_here_and_it_is_ended(at_once, mon
     assert capsys.readouterr().err.count("has ended (out of memory?) or hangs") == 1
 
 
+@pytest.mark.full
 def test_rows_that_cannot_be_pickled_are_done_here(at_once):
     deep = []
     for _ in range(5000):
@@ -268,7 +270,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["sft", "pairs", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("rl", "kto"))]
+    "kind", ["pairs", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("sft", "rl", "kto"))]
 )
 def test_rows_of_every_kind_are_those_that_one_process_reads(at_once, seeing, tmp_path, kind, monkeypatch):
     """With images beside the file, whose path is relative, answers that are the same, rows that are cut, and rows that
@@ -291,7 +293,7 @@ def test_rows_of_every_kind_are_those_that_one_process_reads(at_once, seeing, tm
         config = config_class(**limits, **settings)
         return read(config, ["rows.jsonl"], max_rows=None, **seeing)
 
-    if kind in ("sft", "kto"):
+    if kind == "kto":
         cut, expected = (rows(preprocessing_num_workers=count, on_overlong="truncate") for count in (2, 0))
         assert cut.counts == expected.counts
         assert cut.counts["num_truncated"] > 0
