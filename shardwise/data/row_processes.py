@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,6 +31,7 @@ CHUNK_ROWS, CHUNK_SECONDS = 64, 0.25
 """The most rows that a process is given at a time, and about how long it may work on them."""
 PATIENCE_SECONDS = 60.0
 """A process that has not returned its rows for so long is given up."""
+_END_SECONDS = 5.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _GREETING = -1
 """In place of the number of a chunk: the process has yet to say that it is there."""
@@ -168,7 +169,9 @@ class _RowProcesses:
     def close(self) -> None:
         """Ends them."""
         os.killpg(self._server.pid, signal.SIGKILL)
-        self._server.wait()
+        # One that the kernel holds in a system call ends when that call does; nothing can hurry it.
+        with suppress(subprocess.TimeoutExpired):
+            self._server.wait(timeout=_END_SECONDS)
         for connection in (*self._idle, *self._working):
             connection.close()
 

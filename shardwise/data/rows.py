@@ -86,7 +86,7 @@ def supervised_samples(
     Args:
         vision: shows images to a model that sees them; None refuses rows that have any.
         media_token_ids: tokens that no row may spell, except the one that `vision` writes for images.
-        on_row: called before each row: they may take minutes.
+        on_row: called for each row when its turn comes: all may take minutes.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """
@@ -119,7 +119,7 @@ def prompt_examples(
         media_token_ids: tokens that no row may spell, except the one that `vision` writes for images.
         tools: name -> schema of each tool that a row may offer; without any, the column of tools is not read.
         is_judged: whether there is a reward, which needs a ground truth.
-        on_row: called before each row.
+        on_row: called for each row when its turn comes.
     Raises:
         DataError: a file or row that cannot be used, or no rows left; names file, row and column.
     """

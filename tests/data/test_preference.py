@@ -7,11 +7,10 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
-from vision_folders import vision_folder
 
 from benchmarks.preference_problems import preference_problems
-from shardwise.config import DataError, ModelConfig, PreferenceDataConfig, SupervisedDataConfig
-from shardwise.data import Vision, load_tokenizer, supervised_samples
+from shardwise.config import DataError, PreferenceDataConfig, SupervisedDataConfig
+from shardwise.data import supervised_samples
 from shardwise.data.chat import render_conversation, render_response_sample
 from shardwise.data.packing import pack
 from shardwise.data.preference import _next_others, labelled_samples, mismatched, preference_pairs
@@ -414,15 +413,6 @@ def test_rows_show_their_tools(tokenizer, write):
     answer = {"prompt": "2+3=", "response": "5", "label": True, "offers": [SCHEMA]}
     loaded = labelled(tokenizer, write(answer), tools_column="offers")
     assert texts(tokenizer, loaded.rows) == [(f"{shown}2+3=5<|end|>", "5<|end|>")]
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory):
-    """Tokenizer and vision of a Qwen3-VL."""
-    folder = tmp_path_factory.mktemp("model")
-    vision_folder("qwen3_vl", folder)
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-    return {"tokenizer": tokenizer, "vision": Vision.load(folder, tokenizer)}
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from vision_folders import vision_folder
 
-from shardwise.config import DataError, ModelConfig, PreferenceDataConfig, PromptDataConfig, SupervisedDataConfig
-from shardwise.data import Vision, load_tokenizer, row_processes
+from shardwise.config import DataError, PreferenceDataConfig, PromptDataConfig, SupervisedDataConfig
+from shardwise.data import row_processes
 from shardwise.data.preference import labelled_samples, preference_pairs
 from shardwise.data.row_processes import CHUNK_ROWS, _RowProcesses, map_rows
 from shardwise.data.rows import prompt_examples, supervised_samples
@@ -245,15 +244,6 @@ def assert_equal(found, expected):
             assert_equal(getattr(found, field.name), getattr(expected, field.name))
     else:
         assert found == expected
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory):
-    """Tokenizer and vision of a Qwen3-VL."""
-    folder = tmp_path_factory.mktemp("model")
-    vision_folder("qwen3_vl", folder)
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-    return {"tokenizer": tokenizer, "vision": Vision.load(folder, tokenizer)}
 
 
 def user(number):
